@@ -1,0 +1,29 @@
+"""Symmetric query-key initialisation and W_qk scores for Hugging Face Transformers. Importing registers the plugin."""
+
+from .attention import find_attention_layers, register_qk_layout, unregister_qk_layout
+from .bilinear import BilinearForm, BilinearScores, directionality_score, symmetry_score
+from .callback import QKScoreCallback
+from .init import SymmetricInit, apply_qk_init
+from .plugin import register, unregister
+from .scores import LayerScores, QKScores, score_model
+
+
+__all__ = [
+    "BilinearForm",
+    "BilinearScores",
+    "LayerScores",
+    "QKScoreCallback",
+    "QKScores",
+    "SymmetricInit",
+    "apply_qk_init",
+    "directionality_score",
+    "find_attention_layers",
+    "register",
+    "register_qk_layout",
+    "score_model",
+    "symmetry_score",
+    "unregister",
+    "unregister_qk_layout",
+]
+
+register()

@@ -1,0 +1,64 @@
+"""Choosing attention layers by kind and by index, with one error for a choice that the model does not have."""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from .finding import AttentionLayer
+
+
+__all__ = ["ATTENTION_KINDS", "AttentionKind", "LayerChoice", "select_layers"]
+
+AttentionKind = Literal["self", "cross", "all"]
+ATTENTION_KINDS: tuple[AttentionKind, ...] = ("self", "cross", "all")
+LayerChoice = Sequence[int] | Mapping[str, Sequence[int]]
+
+
+def select_layers(
+    found: list[AttentionLayer], *, layers: LayerChoice | None = None, attention: AttentionKind = "self"
+) -> list[AttentionLayer]:
+    """
+    Chooses among the attention layers of a model.
+
+    Args:
+        found (`list[AttentionLayer]`):
+            What [`find_attention_layers`] returned.
+        layers (`Sequence[int]` or `Mapping[str, Sequence[int]]`, *optional*):
+            Layer indices, counted within each stack; a sequence holds for every stack of the model, a mapping names the
+            stacks (`{"encoder": [0, 1]}`). All layers by default.
+        attention (`str`, *optional*, defaults to `"self"`):
+            `"self"`, `"cross"` or `"all"`.
+
+    Returns:
+        `list[AttentionLayer]`: The chosen layers, in the model's order, never empty.
+
+    Raises:
+        ValueError: for a kind, a stack or an index that the model does not have.
+    """
+    if attention not in ATTENTION_KINDS:
+        raise ValueError(f"`attention` must be one of {', '.join(map(repr, ATTENTION_KINDS))}, got {attention!r}.")
+    candidates = [layer for layer in found if attention in ("all", layer.kind)]
+    if not candidates:
+        kinds = sorted({layer.kind for layer in found})
+        raise ValueError(f"The model has no {attention}-attention layer (`attention={attention!r}`), only {kinds}.")
+    if layers is None:
+        return candidates
+    stacks: dict[str, list[int]] = {}
+    for layer in candidates:
+        stacks.setdefault(layer.stack, []).append(layer.index)
+    wanted = dict(layers) if isinstance(layers, Mapping) else dict.fromkeys(stacks, layers)
+    choices = "; ".join(f"{stack!r}: {_ranges(indices)}" for stack, indices in stacks.items())
+    for stack, indices in wanted.items():
+        if stack not in stacks:
+            raise ValueError(f"`layers` names the stack {stack!r}; this model has {choices}.")
+        missing = sorted(set(indices) - set(stacks[stack]))
+        if missing:
+            raise ValueError(
+                f"`layers` asks for {missing} of stack {stack!r}; this model has {choices}. To choose per stack give a "
+                "mapping from stack names to indices."
+            )
+    return [layer for layer in candidates if layer.index in wanted.get(layer.stack, ())]
+
+
+def _ranges(indices: list[int]) -> str:
+    consecutive = indices == list(range(indices[0], indices[0] + len(indices)))
+    return f"layers {indices[0]} to {indices[-1]}" if consecutive and len(indices) > 1 else f"layers {indices}"
