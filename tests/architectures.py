@@ -1,0 +1,219 @@
+"""
+Small models of every architecture that the layout table serves, shared by the tests. Head counts are chosen so that
+mistakes show: E differs from D/H wherever the config allows it, and key heads are grouped wherever they can be.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+D, LAYERS, VOCAB = 48, 3, 99
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A config class with small values, and what the forward pass of its model takes."""
+
+    name: str
+    config_class: str
+    values: dict[str, Any]
+    inputs: Callable[["Architecture"], dict[str, torch.Tensor]]
+    auto_class: str = "AutoModel"
+    stacks: tuple[str, ...] = ("",)
+    # Scale that the module's forward puts on the logits, where it is not 1/√E.
+    scale: float | None = None
+    values_of_parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def config(self, **overrides: Any) -> PreTrainedConfig:
+        return getattr(transformers, self.config_class)(**{**self.values, **self.values_of_parts, **overrides})
+
+    def build(self, seed: int = 0, config: PreTrainedConfig | None = None, **kwargs: Any) -> PreTrainedModel:
+        """A model as `from_config` makes it under the seed."""
+        torch.manual_seed(seed)
+        auto_class = getattr(transformers, self.auto_class)
+        return auto_class.from_config(config or self.config(), **kwargs)
+
+
+def _tokens(architecture: Architecture) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {"input_ids": torch.randint(3, VOCAB, (2, 7), generator=generator)}
+
+
+def _tokens_at_position_zero(architecture: Architecture) -> dict[str, torch.Tensor]:
+    # All tokens at one position: rotary embeddings then turn queries and keys alike, and the logits are those of W_qk.
+    tokens = _tokens(architecture)
+    return {**tokens, "position_ids": torch.zeros_like(tokens["input_ids"])}
+
+
+def _both_sides(architecture: Architecture) -> dict[str, torch.Tensor]:
+    tokens = _tokens(architecture)["input_ids"]
+    return {"input_ids": tokens, "decoder_input_ids": tokens[:, :5]}
+
+
+def _pixels(architecture: Architecture) -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))}
+
+
+def _tokens_and_pixels(architecture: Architecture) -> dict[str, torch.Tensor]:
+    return {**_tokens(architecture), **_pixels(architecture)}
+
+
+def _speech(architecture: Architecture) -> dict[str, torch.Tensor]:
+    features = torch.randn(2, 8, 20, generator=torch.Generator().manual_seed(1))
+    return {"input_features": features, "decoder_input_ids": _tokens(architecture)["input_ids"]}
+
+
+_BERT = {
+    "hidden_size": D,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "intermediate_size": 40,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 24,
+}
+_IMAGE = {k: v for k, v in _BERT.items() if k not in ("vocab_size", "max_position_embeddings")} | {
+    "image_size": 16,
+    "patch_size": 8,
+}
+_GROUPED = _BERT | {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": None}
+_SEQ2SEQ = {
+    "d_model": D,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 3,
+    "encoder_ffn_dim": 40,
+    "decoder_ffn_dim": 40,
+    "vocab_size": VOCAB,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+}
+_ENCODER_DECODER = ("encoder", "decoder", "decoder_cross")
+
+ARCHITECTURES = [
+    Architecture("bert", "BertConfig", _BERT, _tokens),
+    Architecture("roberta", "RobertaConfig", _BERT, _tokens),
+    Architecture("electra", "ElectraConfig", _BERT | {"embedding_size": 20}, _tokens),
+    Architecture("albert", "AlbertConfig", _BERT | {"embedding_size": 20}, _tokens),
+    Architecture(
+        "distilbert",
+        "DistilBertConfig",
+        {"dim": D, "n_layers": LAYERS, "n_heads": 4, "hidden_dim": 40, "vocab_size": VOCAB},
+        _tokens,
+    ),
+    Architecture("vit", "ViTConfig", _IMAGE, _pixels),
+    Architecture("deit", "DeiTConfig", _IMAGE, _pixels),
+    Architecture(
+        "clip",
+        "CLIPConfig",
+        {"projection_dim": 8},
+        _tokens_and_pixels,
+        stacks=("text_model", "vision_model"),
+        values_of_parts={
+            "text_config": _BERT | {"eos_token_id": 2},
+            "vision_config": _IMAGE | {"num_hidden_layers": 2, "num_attention_heads": 3},
+        },
+    ),
+    Architecture(
+        "bart", "BartConfig", _SEQ2SEQ | {"max_position_embeddings": 24}, _both_sides, stacks=_ENCODER_DECODER
+    ),
+    Architecture(
+        "t5",
+        "T5Config",
+        {
+            "d_model": D,
+            "d_kv": 16,
+            "d_ff": 40,
+            "num_layers": 2,
+            "num_decoder_layers": 3,
+            "num_heads": 4,
+            "vocab_size": VOCAB,
+            "decoder_start_token_id": 0,
+        },
+        _both_sides,
+        stacks=_ENCODER_DECODER,
+        scale=1.0,
+    ),
+    Architecture(
+        "whisper",
+        "WhisperConfig",
+        _SEQ2SEQ | {"num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 24},
+        _speech,
+        stacks=_ENCODER_DECODER,
+    ),
+    Architecture(
+        "opt",
+        "OPTConfig",
+        _BERT | {"ffn_dim": 40, "word_embed_proj_dim": D},
+        _tokens,
+    ),
+    Architecture(
+        "gpt_neo",
+        "GPTNeoConfig",
+        {
+            "hidden_size": D,
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "vocab_size": VOCAB,
+            "max_position_embeddings": 24,
+        },
+        _tokens,
+        scale=1.0,
+    ),
+    Architecture(
+        "gptj",
+        "GPTJConfig",
+        {"n_embd": D, "n_layer": LAYERS, "n_head": 4, "rotary_dim": 8, "vocab_size": VOCAB, "n_positions": 24},
+        _tokens_at_position_zero,
+    ),
+    Architecture("llama", "LlamaConfig", _GROUPED, _tokens_at_position_zero),
+    Architecture("mistral", "MistralConfig", _GROUPED, _tokens_at_position_zero),
+    Architecture("qwen2", "Qwen2Config", _BERT | {"num_key_value_heads": 2}, _tokens_at_position_zero),
+    Architecture("qwen3", "Qwen3Config", _GROUPED, _tokens_at_position_zero),
+    Architecture("gpt2", "GPT2Config", {"n_embd": D, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCAB}, _tokens),
+    Architecture(
+        "gpt2_with_cross_attention",
+        "GPT2Config",
+        {"n_embd": D, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCAB, "add_cross_attention": True},
+        lambda architecture: {
+            **_tokens(architecture),
+            "encoder_hidden_states": torch.randn(2, 6, D, generator=torch.Generator().manual_seed(2)),
+        },
+        stacks=("", "cross"),
+    ),
+    Architecture(
+        "bert_with_cross_attention",
+        "BertConfig",
+        _BERT | {"is_decoder": True, "add_cross_attention": True},
+        lambda architecture: {
+            **_tokens(architecture),
+            "encoder_hidden_states": torch.randn(2, 6, D, generator=torch.Generator().manual_seed(2)),
+        },
+        stacks=("", "cross"),
+    ),
+    Architecture("modernbert", "ModernBertConfig", _BERT | {"pad_token_id": 0}, _tokens_at_position_zero),
+    Architecture(
+        "phi3",
+        "Phi3Config",
+        {k: v for k, v in _GROUPED.items() if k != "head_dim"} | {"pad_token_id": 0},
+        _tokens_at_position_zero,
+    ),
+    Architecture("gpt_neox", "GPTNeoXConfig", _BERT, _tokens_at_position_zero),
+    Architecture("bloom", "BloomConfig", {"hidden_size": D, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCAB}, _tokens),
+]
+BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
+# The ten that the initialisation promises are tested on, one by one.
+INIT_ARCHITECTURES = [
+    BY_NAME[name]
+    for name in ("bert", "roberta", "vit", "gpt2", "modernbert", "llama", "gpt_neox", "clip", "t5", "bart")
+]
+
+__all__ = ["ARCHITECTURES", "BY_NAME", "D", "INIT_ARCHITECTURES", "LAYERS", "VOCAB", "Architecture"]

@@ -1,0 +1,194 @@
+"""Finding W_q and W_k: proven by the model's own attention weights, not by our reading of its source."""
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, BY_NAME, LAYERS, Architecture
+from torch import nn
+from transformers import AutoModel, BertConfig, CodeGenConfig, LlavaConfig, PreTrainedModel
+
+from hf_symqk import find_attention_layers, score_model
+from hf_symqk.attention import AttentionLayer
+
+
+def _randomise(model: PreTrainedModel) -> None:
+    """Logits of order 1 and biases that are not zero, so that a wrong row or a dropped bias shows."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for layer in find_attention_layers(model):
+            with layer.tensors("query", "key", write=True) as tensors:
+                for weight, bias in tensors.values():
+                    weight.normal_(std=weight.shape[-1] ** -0.5)
+                    if bias is not None:
+                        bias.normal_()
+    for module in model.modules():
+        if type(module).__name__ == "T5Attention" and module.has_relative_attention_bias:
+            nn.init.zeros_(module.relative_attention_bias.weight)  # not part of W_qk
+
+
+def _logits_of_forward(model: PreTrainedModel, inputs: dict[str, torch.Tensor], layers: list[AttentionLayer]) -> dict:
+    """Per layer: the streams that its module was given, and the attention weights that it returned."""
+    seen: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def hook(layer: AttentionLayer):
+        def record(module, args, kwargs, output):
+            queries = args[0] if args else kwargs["hidden_states"]
+            named = [kwargs.get(name) for name in ("key_value_states", "encoder_hidden_states")]
+            other = next((value for value in (*named, *args[1:2]) if value is not None), None)
+            keys = queries if layer.kind == "self" else other
+            shape = (queries.shape[1], keys.shape[1])
+            weights = [tensor for tensor in output if isinstance(tensor, torch.Tensor) and tensor.shape[-2:] == shape]
+            weights = [tensor for tensor in weights if tensor.ndim == 4]
+            # T5 returns its position bias too; weights are the ones that sum to 1.
+            (weights,) = [w for w in weights if torch.allclose(w.sum(-1), torch.ones(()), atol=1e-4)]
+            seen[layer.name] = (queries, keys, weights)
+
+        return record
+
+    handles = [layer.module.register_forward_hook(hook(layer), with_kwargs=True) for layer in layers]
+    with torch.no_grad():
+        model(**inputs, output_attentions=True)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
+def test_weights_of_the_table_give_the_attention_of_the_forward_pass(architecture: Architecture, monkeypatch):
+    """
+    Protects every layout: log-attention differences `log a_ij − log a_i0` of the model's own eager forward must be those
+    of `scale · (x_i W_q^h + b_q)(x_j W_k^g(h) + b_k)ᵀ` with W_q, W_k, b and h → g(h) from the table, by value.
+    """
+    model = architecture.build(attn_implementation="eager").eval()
+    _randomise(model)
+    if architecture.name == "bloom":  # ALiBi is not part of W_qk
+        monkeypatch.setattr(
+            "transformers.models.bloom.modeling_bloom._get_alibi_slopes", lambda heads, device: torch.zeros(heads)
+        )
+    if architecture.name == "qwen3":  # with QK-norm logits are no bilinear form; what is compared here is the layout
+        for layer in model.layers:
+            layer.self_attn.q_norm = layer.self_attn.k_norm = nn.Identity()
+    layers = find_attention_layers(model)
+    assert {layer.stack for layer in layers} == set(architecture.stacks)
+    seen = _logits_of_forward(model, architecture.inputs(architecture), layers)
+    assert set(seen) == {layer.name for layer in layers}, "the forward pass did not reach every layer that was found"
+    for layer in layers:
+        queries, keys, weights = seen[layer.name]
+        with layer.tensors("query", "key") as tensors:
+            (w_q, b_q), (w_k, b_k) = tensors["query"], tensors["key"]
+            q = torch.einsum("bnd,hed->bhne", queries, w_q) + (0 if b_q is None else b_q[None, :, None])
+            k = torch.einsum("bnd,ged->bgne", keys, w_k) + (0 if b_k is None else b_k[None, :, None])
+        k = k.repeat_interleave(layer.heads.num_key_value_groups, dim=1)
+        scale = architecture.scale or layer.heads.head_dim**-0.5
+        expected = scale * q @ k.mT
+        assert weights.shape == expected.shape
+        visible = weights > 1e-12  # causal masks
+        observed = weights.clamp(min=1e-30).log()
+        difference = (observed - observed[..., :1]) - (expected - expected[..., :1])
+        # fp32 softmax and its logarithm: 1e-6 relative to logits of up to about 20.
+        assert difference[visible & visible[..., :1]].abs().max() < 1e-3
+        assert expected.std() > 0.1, "logits too flat to prove anything"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
+def test_weights_are_views(architecture: Architecture):
+    """No copies: what is yielded shares storage with the model's parameters."""
+    model = architecture.build()
+    storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    for layer in find_attention_layers(model):
+        with layer.tensors("query", "key", "value") as tensors:
+            assert all(t.weight.untyped_storage().data_ptr() in storages for t in tensors.values())
+
+
+def test_head_models_name_layers_as_their_base_does():
+    """`layers={"encoder": …}` and logged keys must not depend on the head around the base model."""
+    for name, heads in (
+        ("bert", ("AutoModelForMaskedLM", "AutoModelForSequenceClassification")),
+        ("t5", ("AutoModelForSeq2SeqLM",)),
+        ("bart", ("AutoModelForSeq2SeqLM", "AutoModelForSequenceClassification")),
+        ("clip", ("AutoModelForZeroShotImageClassification",)),
+        ("llama", ("AutoModelForCausalLM",)),
+    ):
+        base = [(layer.stack, layer.index, layer.kind) for layer in find_attention_layers(BY_NAME[name].build())]
+        for head in heads:
+            model = Architecture(**{**vars(BY_NAME[name]), "auto_class": head}).build()
+            assert [(layer.stack, layer.index, layer.kind) for layer in find_attention_layers(model)] == base
+
+
+def test_composite_models_name_their_towers():
+    """A tower inside a composite model is a stack of its own, and indices count within it."""
+    config = LlavaConfig(
+        text_config=BY_NAME["llama"].config().to_dict(),
+        vision_config={**BY_NAME["clip"].config().vision_config.to_dict(), "model_type": "clip_vision_model"},
+    )
+    layers = find_attention_layers(AutoModel.from_config(config))
+    places = {stack: [layer.index for layer in layers if layer.stack == stack] for stack in {x.stack for x in layers}}
+    assert places == {"vision_tower": [0, 1], "language_model": list(range(LAYERS))}
+
+
+def test_wrappers_do_not_change_names():
+    """DDP, torch.compile and checkpoint wrappers put names of their own between those of the model."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    model = BY_NAME["bert"].build()
+    names = [layer.name for layer in find_attention_layers(model)]
+    assert [layer.name for layer in find_attention_layers(Wrapper(model))] == names
+    assert [layer.name for layer in find_attention_layers(torch.compile(model))] == names
+
+
+def test_shared_layers_count_once():
+    """ALBERT runs one module three times."""
+    model = BY_NAME["albert"].build()
+    assert model.config.num_hidden_layers == LAYERS
+    assert len(find_attention_layers(model)) == 1
+
+
+def test_nothing_found_says_what_was_looked_at():
+    """An unknown layout is an error that names the module and its projections, never an empty result."""
+    model = AutoModel.from_config(CodeGenConfig(n_embd=32, n_layer=1, n_head=4, rotary_dim=4, vocab_size=9))
+    for function in (find_attention_layers, score_model):
+        with pytest.raises(ValueError, match=r"CodeGenAttention \(model type 'codegen'\) with out_proj, qkv_proj") as raised:
+            function(model)
+        assert "query/key" in str(raised.value)
+        assert "register_qk_layout" in str(raised.value)
+    with pytest.raises(ValueError, match="none whose class looks like attention"):
+        find_attention_layers(nn.Linear(2, 2))
+
+
+def test_left_out_attention_is_named_in_a_warning(caplog):
+    """A model of which only a part is known is scored, and what is left out is said."""
+
+    class Strange(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.known = BY_NAME["bert"].build()
+            self.unknown = AutoModel.from_config(CodeGenConfig(n_embd=32, n_layer=1, n_head=4, rotary_dim=4, vocab_size=9))
+
+    logger = "hf_symqk.attention.finding"
+    import transformers.utils.logging as hf_logging
+
+    hf_logging.enable_propagation()
+    try:
+        with caplog.at_level("WARNING", logger=logger):
+            layers = find_attention_layers(Strange())
+    finally:
+        hf_logging.disable_propagation()
+    assert len(layers) == LAYERS
+    assert "left out" in caplog.text
+    assert "CodeGenAttention" in caplog.text
+
+
+def test_heads_that_do_not_fit_are_refused():
+    """A projection with rows that the head counts do not explain is an error with the numbers, not a guess."""
+    model = AutoModel.from_config(BertConfig(**BY_NAME["bert"].values))
+    attention = model.encoder.layer[1].attention.self
+    attention.num_attention_heads = 5
+    with pytest.raises(ValueError, match=r"encoder.layer.1.attention.self.*query has 48 rows.*5 query heads.*width 12"):
+        find_attention_layers(model)
+    attention.num_attention_heads = 4
+    attention.key = nn.Linear(48, 36)  # 3 key heads for 4 query heads
+    with pytest.raises(ValueError, match="key has 36 rows"):
+        find_attention_layers(model)
