@@ -1,0 +1,281 @@
+"""Arguments shared by the recipes: dataclasses, and a parser that reads a file, the command line or both.
+
+`TrainingArguments` is the class of Transformers, with every flag it documents. A recipe only changes *defaults*, and
+only those of flags that the user left alone (see [`parse_arguments`]).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import HfArgumentParser
+
+__all__ = [
+    "DataArguments",
+    "MaskingArguments",
+    "ModelArguments",
+    "RecipeError",
+    "parse_arguments",
+    "parse_qk_init",
+]
+
+CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
+
+
+class RecipeError(ValueError):
+    """A value that a recipe cannot work with: names the value and the way out, and is raised before training."""
+
+
+@dataclasses.dataclass
+class ModelArguments:
+    """Which encoder is trained, and how its attention is initialised."""
+
+    config_name: str | None = dataclasses.field(
+        default=None, metadata={"help": "Folder or Hub id whose config.json gives the architecture."}
+    )
+    model_type: str | None = dataclasses.field(
+        default=None,
+        metadata={
+            "help": "Architecture by name (bert, roberta, modernbert, …) with its default sizes. Without it and "
+            "without config_name: a ModernBERT of 4 layers, width 128."
+        },
+    )
+    config_overrides: dict | str | None = dataclasses.field(
+        default=None,
+        metadata={
+            "help": "Changes to the config: 'hidden_size=64,num_hidden_layers=2', a JSON object, or a mapping in a "
+            "file."
+        },
+    )
+    tokenizer_name: str | None = dataclasses.field(
+        default=None,
+        metadata={"help": "Folder or Hub id of a tokenizer. Without it one is trained on the training documents."},
+    )
+    vocab_size: int = dataclasses.field(
+        default=512, metadata={"help": "Entries of the byte-level BPE tokenizer that the recipe trains."}
+    )
+    qk_init: dict | str | None = dataclasses.field(
+        default="symmetric",
+        metadata={
+            "help": "Query-key initialisation: none (the model's own), symmetric, independent, a JSON object such as "
+            '\'{"scheme": "symmetric", "layers": [0, 1]}\', or a mapping in a file.'
+        },
+    )
+
+
+@dataclasses.dataclass
+class DataArguments:
+    """Which text is read, how it is held out and packed. Without any: the English prose that Python carries."""
+
+    dataset_name: str | None = dataclasses.field(
+        default=None, metadata={"help": "Dataset on the Hub, or a folder that datasets.load_dataset reads."}
+    )
+    dataset_config_name: str | None = dataclasses.field(
+        default=None, metadata={"help": "Configuration of that dataset."}
+    )
+    train_file: str | None = dataclasses.field(
+        default=None, metadata={"help": "Training text: .txt, .json, .jsonl, .csv or .parquet."}
+    )
+    validation_file: str | None = dataclasses.field(
+        default=None, metadata={"help": "Held-out text, of the same kind as train_file."}
+    )
+    text_column: str = dataclasses.field(default="text", metadata={"help": "Column that holds the text."})
+    sample_by: str = dataclasses.field(
+        default="line", metadata={"help": "What one document of a .txt file is: line, paragraph or document (file)."}
+    )
+    validation_split_percentage: float = dataclasses.field(
+        default=10.0,
+        metadata={"help": "Documents (%) held out where the data has no validation split. The same in every run."},
+    )
+    block_size: int = dataclasses.field(
+        default=64, metadata={"help": "Tokens of a packed sequence, specials included."}
+    )
+    preprocessing_num_workers: int | None = dataclasses.field(
+        default=None, metadata={"help": "Processes that tokenize. The result does not depend on it."}
+    )
+    streaming: bool = dataclasses.field(
+        default=False, metadata={"help": "Read, tokenize and pack while training. Needs max_steps."}
+    )
+    stream_validation_documents: int = dataclasses.field(
+        default=500,
+        metadata={"help": "First documents of a stream that are held out where it has no validation split."},
+    )
+    stream_tokenizer_documents: int = dataclasses.field(
+        default=10_000, metadata={"help": "Training documents of a stream that the tokenizer is trained on."}
+    )
+    shuffle_buffer_size: int = dataclasses.field(
+        default=1_000, metadata={"help": "Documents in the shuffle buffer of a stream; 0 keeps the stream's order."}
+    )
+
+    def __post_init__(self) -> None:
+        if self.dataset_name is not None and self.train_file is not None:
+            raise RecipeError(
+                f"dataset_name={self.dataset_name!r} and train_file={self.train_file!r} both name the text: give one."
+            )
+        if self.validation_file is not None and self.train_file is None:
+            raise RecipeError(f"validation_file={self.validation_file!r} needs train_file beside it.")
+        if self.dataset_config_name is not None and self.dataset_name is None:
+            raise RecipeError(f"dataset_config_name={self.dataset_config_name!r} needs dataset_name beside it.")
+        if self.streaming and self.dataset_name is None and self.train_file is None:
+            raise RecipeError("streaming reads dataset_name or train_file: the built-in text is not streamed.")
+        if self.sample_by not in ("line", "paragraph", "document"):
+            raise RecipeError(f"sample_by={self.sample_by!r}: choose line, paragraph or document.")
+        if not 0 <= self.validation_split_percentage < 100:
+            raise RecipeError(
+                f"validation_split_percentage={self.validation_split_percentage}: choose a value from 0 up to, "
+                "but not including, 100."
+            )
+        if self.preprocessing_num_workers is not None and self.preprocessing_num_workers < 1:
+            raise RecipeError(f"preprocessing_num_workers={self.preprocessing_num_workers}: choose 1 or more.")
+        for name in ("stream_validation_documents", "stream_tokenizer_documents", "shuffle_buffer_size"):
+            if getattr(self, name) < 0:
+                raise RecipeError(f"{name}={getattr(self, name)}: choose 0 or more.")
+
+
+@dataclasses.dataclass
+class MaskingArguments:
+    """How many tokens of a sequence are to be predicted."""
+
+    mlm_probability: float = dataclasses.field(
+        default=0.15,
+        metadata={"help": "Share of the tokens that are predicted; of these 80 % are masked, 10 % random, 10 % kept."},
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 < self.mlm_probability <= 1:
+            raise RecipeError(f"mlm_probability={self.mlm_probability}: choose a share above 0 and up to 1.")
+
+
+def parse_qk_init(value: dict[str, Any] | str | None) -> dict[str, Any] | str | None:
+    """
+    Turns the `qk_init` argument into what `from_config(..., qk_init=...)` takes.
+
+    Args:
+        value (`dict`, `str` or `None`):
+            A scheme's name, `"none"`, a JSON object as a string, or a mapping read from a file.
+
+    Returns:
+        `dict`, `str` or `None`: `None` for the model's own initialisation.
+
+    Raises:
+        RecipeError: if a string that opens a JSON object is not one.
+    """
+    if value is None or isinstance(value, dict):
+        return value
+    if value.strip().startswith("{"):
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError as error:
+            raise RecipeError(f"qk_init={value!r} is not a JSON object: {error}") from None
+    return None if value.lower() == "none" else value
+
+
+def parse_arguments(
+    dataclass_types: Sequence[type],
+    defaults: Mapping[str, Any],
+    argv: Sequence[str],
+    *,
+    unless_given: Mapping[str, Iterable[str]] | None = None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """
+    Reads the arguments of a recipe from one YAML or JSON file, from the command line, or from both (the command line
+    wins).
+
+    Args:
+        dataclass_types (sequence of `type`):
+            Dataclasses to fill, in the order in which they are returned.
+        defaults (mapping):
+            The recipe's own defaults, for flags that neither the file nor the command line gives.
+        argv (sequence of `str`):
+            Words of the command line, without the program. The first may be the path of a file.
+        unless_given (mapping of `str` to names, *optional*):
+            `{"max_steps": ["num_train_epochs"]}` drops the recipe's default of `max_steps` where the user gave
+            `num_train_epochs`, so that a default never overrules a wish.
+
+    Returns:
+        `tuple`: the filled dataclasses, and the recipe's defaults that were used.
+
+    Raises:
+        RecipeError: for a file that is missing, unreadable or holds unknown keys, for an argument that no dataclass
+            knows, and for a value that a dataclass rejects.
+    """
+    words = list(argv)
+    parser = _parser(dataclass_types)
+    from_file: dict[str, Any] = {}
+    if words and words[0].lower().endswith(CONFIG_SUFFIXES) and not words[0].startswith("-"):
+        from_file = _read_file(Path(words.pop(0)))
+        _check_file(from_file, dataclass_types)
+
+    given = set(from_file) | _given_on_command_line(dataclass_types, words)
+    used = {name: value for name, value in defaults.items() if name not in given}
+    for name, others in (unless_given or {}).items():
+        if given & set(others):
+            used.pop(name, None)
+
+    # Strings among the defaults go through the type of their flag like words of the command line do: a YAML `1e-3`,
+    # which YAML reads as a string, is a number here.
+    parser.set_defaults(**used, **from_file)
+    try:
+        filled = parser.parse_args_into_dataclasses(args=words, look_for_args_file=False)
+    except RecipeError:
+        raise
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
+    return tuple(filled), used
+
+
+def _parser(dataclass_types: Sequence[Any]) -> HfArgumentParser:
+    # argparse would let flags be shortened; a command that is kept in scripts must not change its meaning when a
+    # longer flag with the same beginning appears.
+    return HfArgumentParser(list(dataclass_types), allow_abbrev=False)
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise RecipeError(f"argument file {str(path)!r} does not exist (working folder: {os.getcwd()!r}).")
+    text = path.read_text(encoding="utf-8")
+    try:
+        content = json.loads(text) if path.suffix.lower() == ".json" else yaml.safe_load(text)
+    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        raise RecipeError(f"argument file {str(path)!r} cannot be read: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise RecipeError(f"argument file {str(path)!r} holds a {type(content).__name__}, not a mapping of arguments.")
+    return content
+
+
+def _check_file(content: Mapping[str, Any], dataclass_types: Sequence[type]) -> None:
+    hints: dict[str, Any] = {}
+    for dataclass_type in dataclass_types:
+        types = typing.get_type_hints(dataclass_type)
+        hints.update({field.name: types[field.name] for field in dataclasses.fields(dataclass_type) if field.init})
+    unknown = sorted(str(key) for key in content if key not in hints)
+    if unknown:
+        raise RecipeError(f"the argument file holds unknown keys: {', '.join(unknown)}.")
+    for name, value in content.items():
+        # YAML 1.1 reads the bare words no, off, yes and on as booleans: `eval_strategy: no` arrives as False.
+        accepted = typing.get_args(hints[name]) or (hints[name],)
+        if isinstance(value, bool) and bool not in accepted:
+            raise RecipeError(
+                f"{name}: {value} in the argument file is a boolean, which {name} does not take. YAML reads the words "
+                f"no, off, yes and on so: put the word in quotes."
+            )
+
+
+def _given_on_command_line(dataclass_types: Sequence[type], words: Sequence[str]) -> set[str]:
+    """Names of the flags among the words, whatever their values."""
+    parser = _parser(dataclass_types)
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+        action.required = False
+    namespace, _ = parser.parse_known_args(list(words))
+    return set(vars(namespace))

@@ -1,0 +1,176 @@
+"""A `Trainer` whose losses are means over predicted tokens: of a whole optimizer step, and of the whole held-out set.
+
+Shape legend: `B` sequences of a batch, `N` tokens of a sequence, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from arguments import RecipeError
+from torch.nn import functional
+from torch.utils.data import DataLoader
+from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput
+
+__all__ = ["TokenMeanLoss", "TokenWeightedTrainer"]
+
+IGNORED = -100
+
+
+def _logits(outputs: Any) -> torch.Tensor:
+    """Logits `(B, N, V)` of a model's output, which was called without labels."""
+    return outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+
+
+class TokenMeanLoss:
+    """
+    Cross-entropy over the predicted tokens of an optimizer step, for `Trainer(compute_loss_func=...)`.
+
+    `BertForMaskedLM`, `RobertaForMaskedLM` and others take keyword arguments, from which `Trainer` concludes that they
+    normalise by `num_items_in_batch`, which they do not: what it logs and back-propagates is then too large by
+    accumulation steps times processes (Transformers 5.24). Here the sum over this batch is divided by the number of
+    tokens predicted in the whole step, of all accumulated batches and, with `average_tokens_across_devices` (the
+    default), of all processes. `Trainer` multiplies by the number of processes afterwards, and DistributedDataParallel
+    divides by it when it averages gradients: what is left is the mean over tokens.
+
+    Args:
+        label_smoothing (`float`, *optional*, defaults to 0.0):
+            As `TrainingArguments.label_smoothing_factor`, which `Trainer` leaves to a loss function that it is given.
+    """
+
+    def __init__(self, label_smoothing: float = 0.0) -> None:
+        self.label_smoothing = label_smoothing
+
+    def __call__(
+        self, outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """
+        Computes the share of this batch in the loss of its optimizer step.
+
+        Args:
+            outputs (`ModelOutput` or `tuple`):
+                Output of the model, with logits `(B, N, V)`.
+            labels (`torch.Tensor`):
+                Token ids `(B, N)`, -100 where nothing is predicted.
+            num_items_in_batch (`torch.Tensor` or `int`, *optional*):
+                Tokens predicted in the whole step. Without it: those of this batch.
+
+        Returns:
+            `torch.Tensor`: a scalar, in nats.
+        """
+        logits = _logits(outputs).float()
+        labels = labels.to(logits.device)
+        total = functional.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]),
+            labels.reshape(-1),
+            ignore_index=IGNORED,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
+        )
+        count = (labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+        count = torch.as_tensor(count, device=logits.device)
+        # A step in which no token was drawn (one short sequence) has loss 0, not 0/0.
+        return total / count.clamp(min=1)
+
+
+class TokenWeightedTrainer(Trainer):
+    """
+    `Trainer` with the losses of this module; takes the arguments of `Trainer` by keyword, but `compute_loss_func`.
+
+    `Trainer` averages the losses of held-out batches, so that its `eval_loss` varies with batch size and number of
+    processes. Here it is the sum over all predicted tokens divided by their number; sequences that fill up the last
+    batch of several processes count once.
+
+    Raises:
+        RecipeError: if one process holds several GPUs (`DataParallel`).
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        training_arguments = kwargs["args"]
+        if training_arguments.n_gpu > 1:
+            raise RecipeError(
+                f"one process sees {training_arguments.n_gpu} GPUs: start one process a GPU with `accelerate launch "
+                f"--multi_gpu --num_processes {training_arguments.n_gpu}`, or show it one GPU by CUDA_VISIBLE_DEVICES."
+            )
+        super().__init__(compute_loss_func=TokenMeanLoss(training_arguments.label_smoothing_factor), **kwargs)
+        self._reset_sums()
+
+    def _reset_sums(self) -> None:
+        self._held_out_nats = 0.0
+        self._held_out_tokens = 0
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """
+        Evaluates as `Trainer` does, with the token-weighted loss in the place of the mean over batches.
+
+        Args:
+            dataloader (`DataLoader`):
+                Batches with labels.
+            description (`str`):
+                For the log.
+            prediction_loss_only (`bool`, *optional*):
+                See `Trainer`.
+            ignore_keys (`list[str]`, *optional*):
+                See `Trainer`.
+            metric_key_prefix (`str`, *optional*, defaults to `"eval"`):
+                Prefix of the metrics.
+
+        Returns:
+            `EvalLoopOutput`: its metrics have `eval_loss` (nats a token) and `eval_predicted_tokens`.
+
+        Raises:
+            RecipeError: if no token of the held-out set is predicted.
+        """
+        self._reset_sums()
+        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        if self._held_out_tokens == 0:
+            raise RecipeError("no held-out token is masked: give more held-out text, or a higher --mlm_probability.")
+        assert output.metrics is not None
+        output.metrics[f"{metric_key_prefix}_loss"] = self._held_out_nats / self._held_out_tokens
+        output.metrics[f"{metric_key_prefix}_predicted_tokens"] = self._held_out_tokens
+        return output
+
+    def prediction_step(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Any, Any, Any]:
+        """
+        Predicts one batch and adds its loss to the sums over the held-out set.
+
+        Args:
+            model (`torch.nn.Module`):
+                The model.
+            inputs (`dict`):
+                `input_ids` and `labels`, each `(B, N)`.
+            prediction_loss_only (`bool`):
+                Whether logits and labels are left out of what is returned.
+            ignore_keys (`list[str]`, *optional*):
+                See `Trainer`.
+
+        Returns:
+            `tuple`: loss, logits and labels, as `Trainer` returns them.
+        """
+        step: tuple[Any, Any, Any] = super().prediction_step(model, inputs, False, ignore_keys)
+        loss, logits, labels = step
+        scores = logits[0] if isinstance(logits, tuple) else logits
+        nats = functional.cross_entropy(
+            scores.float().transpose(1, 2), labels.to(scores.device), ignore_index=IGNORED, reduction="none"
+        ).sum(dim=1)
+        counts = (labels != IGNORED).sum(dim=1).to(nats.device)
+        # One row a sequence: only so can the repeated sequences of the last batch be told from real ones.
+        nats, counts = self.gather_function((nats, counts))
+        self._held_out_nats += nats.double().sum().item()
+        self._held_out_tokens += int(counts.sum())
+        return (loss, None, None) if prediction_loss_only else (loss, logits, labels)
