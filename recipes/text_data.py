@@ -227,24 +227,25 @@ def packed_dataset(
             new_fingerprint=f"{documents._fingerprint[:32]}-tokenized",
             desc="Tokenizing",
         )
+        packing = {
+            "tokenized": tokenized,
+            "block_size": block_size,
+            "cls_token_id": tokenizer.cls_token_id,
+            "sep_token_id": tokenizer.sep_token_id,
+        }
+        if next(_packed_rows(**packing), None) is None:
+            raise RecipeError(
+                f"{name}: {len(documents)} document(s) do not fill one block of {block_size} tokens: lower "
+                "--block_size or give more text."
+            )
         # One process packs, in the order of the documents: how many tokenized them must not move a block's border.
         blocks = datasets.Dataset.from_generator(
             _packed_rows,
             features=datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))}),
             cache_dir=str(work / "packed"),
-            gen_kwargs={
-                "tokenized": tokenized,
-                "block_size": block_size,
-                "cls_token_id": tokenizer.cls_token_id,
-                "sep_token_id": tokenizer.sep_token_id,
-            },
+            gen_kwargs=packing,
             fingerprint=f"{documents._fingerprint[:32]}-packed",
         )
-        if len(blocks) == 0:
-            raise RecipeError(
-                f"{name}: {len(documents)} document(s) do not fill one block of {block_size} tokens: lower "
-                "--block_size or give more text."
-            )
         blocks.save_to_disk(str(folder / "blocks"))
 
     return datasets.Dataset.load_from_disk(str(cached_folder(name, key, build) / "blocks"))
