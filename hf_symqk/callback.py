@@ -13,8 +13,8 @@ __all__ = ["QKScoreCallback"]
 
 class QKScoreCallback(TrainerCallback):
     """
-    Scores W_qk before the first step and at each logging event, and adds the values to `trainer.state.log_history` (and so
-    to `trainer_state.json`): `qk/symmetry/median`, `qk/directionality/median`, `qk/symmetry/layer_00`, … (see
+    Scores W_qk before the first step and at each logging event, and adds the values to `trainer.state.log_history`
+    (and so to `trainer_state.json`): `qk/symmetry/median`, `qk/directionality/median`, `qk/symmetry/layer_00`, … (see
     [`QKScores.to_log`]). All values are Python floats.
 
     Args:

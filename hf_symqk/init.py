@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from .attention import (
@@ -71,10 +72,10 @@ class SymmetricInit:
     `qk_init=` of `from_config`, or through [`apply_qk_init`].
 
     The symmetric scheme sets `W_k^h = (σ_k/σ_q) · W_q^h` (arXiv:2502.10927, section 5), with grouped keys
-    `W_k^g = (σ_k/σ_q) · (1/√r) Σ_{h∈g} W_q^h`, so that every head form (the layer form, with grouped keys) is symmetric.
-    σ_k/σ_q keeps the scale of the model's own K draw (T5 draws K √E larger than Q) and is exactly 1 where both are drawn
-    alike. W_q, every other parameter and the random state are those of the plain init; Q and K stay two parameters.
-    A symmetric W_qk has a Frobenius norm √2 above an independent one of the same scale.
+    `W_k^g = (σ_k/σ_q) · (1/√r) Σ_{h∈g} W_q^h`, so that every head form (the layer form, with grouped keys) is
+    symmetric. σ_k/σ_q keeps the scale of the model's own K draw (T5 draws K √E larger than Q) and is exactly 1 where
+    both are drawn alike. W_q, every other parameter and the random state are those of the plain init; Q and K stay two
+    parameters. A symmetric W_qk has a Frobenius norm √2 above an independent one of the same scale.
 
     Args:
         scheme (`str`, *optional*, defaults to `"symmetric"`):
@@ -86,9 +87,9 @@ class SymmetricInit:
             `"self"`, `"cross"` or `"all"`. Cross-attention reads two different streams.
         distribution (`str`, *optional*):
             Redraws Q, K, V and their biases (which then differ between Q and K) before the scheme acts.
-            `"kaiming_uniform"` is PyTorch's default for linear layers, ±1/√D, which the published training script used by
-            accident; with `scheme="independent"` it is that change of scale alone. The draw takes its seed from the K
-            draw that it replaces, not from the global random state. By default the model's own draw stays.
+            `"kaiming_uniform"` is PyTorch's default for linear layers, ±1/√D, which the published training script used
+            by accident; with `scheme="independent"` it is that change of scale alone. The draw takes its seed from the
+            K draw that it replaces, not from the global random state. By default the model's own draw stays.
 
     Raises:
         ValueError: on construction, for an unknown scheme, kind or distribution, or for layers that are no indices.
@@ -99,8 +100,9 @@ class SymmetricInit:
     >>> from transformers import AutoModel, BertConfig
     >>> from hf_symqk import SymmetricInit
 
-    >>> config = BertConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64, vocab_size=99)
-    >>> model = AutoModel.from_config(config, qk_init=SymmetricInit(layers=[0, 1]))
+    >>> config = BertConfig(
+    ...     hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64, vocab_size=99
+    ... )
     >>> attention = model.encoder.layer[0].attention.self
     >>> bool((attention.query.weight == attention.key.weight).all())
     True
@@ -175,8 +177,8 @@ class SymmetricInit:
 
 def apply_qk_init(model: nn.Module, qk_init: "str | Mapping[str, Any] | SymmetricInit" = "symmetric") -> nn.Module:
     """
-    Initialises W_q and W_k of a model that exists already, in place: what `from_config(..., qk_init=...)` does to a new
-    one. The model's config, if it has one, then carries the option. The parameters stay the same objects, so an
+    Initialises W_q and W_k of a model that exists already, in place: what `from_config(..., qk_init=...)` does to a
+    new one. The model's config, if it has one, then carries the option. The parameters stay the same objects, so an
     optimizer built before keeps its hold of them.
 
     Args:
@@ -207,8 +209,9 @@ def apply_qk_init(model: nn.Module, qk_init: "str | Mapping[str, Any] | Symmetri
     """
     init = SymmetricInit.from_value(qk_init)
     write_init(choose_layers(model, init), init)
-    if getattr(model, "config", None) is not None:
-        model.config.qk_init = init.to_dict()
+    config = getattr(model, "config", None)
+    if isinstance(config, PreTrainedConfig):
+        config.qk_init = init.to_dict()  # plain values, which a config can hold with and without the plugin
     return model
 
 
@@ -234,10 +237,10 @@ def choose_layers(model: nn.Module, init: SymmetricInit) -> list[AttentionLayer]
                 f"Scheme 'symmetric' cannot serve {layer.name!r} ({layer.kind}-attention): its queries are made from "
                 f"{widths[0]} channels and its keys from {widths[1]}. Choose the layers with `layers` or `attention`."
             )
-        if init.distribution is not None and layer.layout.value is None:
+        if init.distribution is not None and not layer.has("value"):
             raise ValueError(
-                f"`distribution` redraws V too, and layout {layer.layout.name!r} of {layer.name!r} does not say where V is. "
-                "Give `value=` to `hf_symqk.register_qk_layout`."
+                f"`distribution` redraws V too, and {layer.name!r} has none where layout {layer.layout.name!r} "
+                "expects it. Describe the layout with `value=` by `hf_symqk.register_qk_layout`."
             )
     return chosen
 
@@ -274,7 +277,7 @@ def write_init(layers: Iterable[AttentionLayer], init: SymmetricInit) -> None:
 def _scale_ratio(layer: AttentionLayer) -> float:
     """σ_k/σ_q of the drawn weights; exactly 1 unless they differ by more than chance."""
     with layer.tensors("query", "key") as tensors:
-        weights = [tensors[part].weight for part in ("query", "key")]  # type: ignore[index]
+        weights = [tensors[part].weight for part in ("query", "key")]
         # About zero: these are draws of mean 0, and a model's draw of a handful of channels may have none to spare.
         query_std, key_std = (weight.float().square().mean().sqrt().item() for weight in weights)
         standard_error = math.sqrt(sum(0.5 / weight.numel() for weight in weights))
@@ -311,7 +314,7 @@ def _indices(values: Any) -> tuple[int, ...]:
     indices = tuple(values) if valid else ()
     if not indices or any(isinstance(value, bool) or not isinstance(value, int) or value < 0 for value in indices):
         raise ValueError(
-            f"`layers` must be a non-empty sequence of layer indices (0, 1, …) or a mapping from stack names to them, got "
-            f"{values!r}."
+            f"`layers` must be a non-empty sequence of layer indices (0, 1, …) or a mapping from stack names to them, "
+            f"got {values!r}."
         )
     return tuple(sorted(set(indices)))

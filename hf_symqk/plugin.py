@@ -3,11 +3,14 @@ The hooks into Transformers; the only file that changes anything outside this pa
 
 `register()` (run on import) gives Transformers four things, and `unregister()` takes them back without a trace:
 
-- every config has an attribute `qk_init`, kept in the config as plain JSON values, so that it saves, prints and copies;
+- every config has an attribute `qk_init`, kept in the config as plain JSON values, so that it saves, prints and
+copies;
 - `from_config(config, qk_init=...)` puts the option into a copy of the config;
-- `from_pretrained(..., qk_init=...)` applies it to layers whose Q and K the checkpoint does not have, and says so if there
+- `from_pretrained(..., qk_init=...)` applies it to layers whose Q and K the checkpoint does not have, and says so if
+there
   are none;
-- the step in which `post_init` (or loading, or DeepSpeed ZeRO-3's construction) draws weights applies the option to the
+- the step in which `post_init` (or loading, or DeepSpeed ZeRO-3's construction) draws weights applies the option to
+the
   layers it has just drawn.
 """
 
@@ -99,8 +102,8 @@ def _wrap_from_pretrained(original: classmethod) -> classmethod:
             _request.reset(token)
         if not request.layers:
             warnings.warn(
-                f"`qk_init` changes nothing here: the checkpoint holds Q and K of every layer that {request.init} speaks "
-                "of, and loaded weights are never touched. Use `hf_symqk.apply_qk_init(model, ...)` to overwrite them.",
+                f"`qk_init` changes nothing here: the checkpoint holds Q or K of every layer that {request.init} "
+                "speaks of, and loaded weights are never touched. `hf_symqk.apply_qk_init(model, ...)` overwrites them.",
                 UserWarning,
                 stacklevel=2,
             )
@@ -112,8 +115,9 @@ def _wrap_from_pretrained(original: classmethod) -> classmethod:
 def _wrap_auto_config_from_pretrained(original: classmethod) -> classmethod:
     @functools.wraps(original.__func__)
     def from_pretrained(cls: type[AutoConfig], *args: Any, **kwargs: Any) -> Any:
-        # Auto models load the config with their own keywords and hand the unused ones to the model's `from_pretrained`.
-        # The option has to be among those: in the config it would look like one that was saved there.
+        # Auto models load the config with their own keywords and hand the unused ones to the model's
+        # `from_pretrained`. The option has to be among those: in the config it would look like one that was saved
+        # there.
         if "_from_auto" in kwargs and kwargs.get("return_unused_kwargs") and kwargs.get("qk_init") is not None:
             qk_init = kwargs.pop("qk_init")
             config, unused = original.__get__(None, cls)(*args, **kwargs)
@@ -125,15 +129,16 @@ def _wrap_auto_config_from_pretrained(original: classmethod) -> classmethod:
 
 # --- the step that draws weights ----------------------------------------------------------------------------------
 
-# Modules whose own parameters were drawn and not written since: their parameters' version counters just after the draw.
+# Modules whose own parameters were drawn and not written since: their parameters' version counters just after the
+# draw.
 _drawn: WeakKeyDictionary[nn.Module, tuple[int, ...]] = WeakKeyDictionary()
 
 
 def _wrap_initialize_weights(original: Callable[[PreTrainedModel], None]) -> Callable[[PreTrainedModel], None]:
     @functools.wraps(original)
     def initialize_weights(model: PreTrainedModel) -> None:
-        # Freshness has to be read before: loading has flagged parameters, earlier construction has flagged modules, and
-        # what runs now flags the rest.
+        # Freshness has to be read before: loading has flagged parameters, earlier construction has flagged modules,
+        # and what runs now flags the rest.
         undrawn = [module for module in model.modules() if _is_undrawn(module)]
         original(model)
         _drawn.update((module, _versions(module)) for module in undrawn)
@@ -160,9 +165,9 @@ def _versions(module: nn.Module) -> tuple[int, ...]:
 
 def _is_under_construction(model: PreTrainedModel) -> bool:
     """
-    Whether another model is being constructed around this one. Only the call stack knows for certain: a model announces
-    neither that its construction began nor that it failed, so any record kept beside it can go stale and would then
-    silence the option for good.
+    Whether another model is being constructed around this one. Only the call stack knows for certain: a model
+    announces neither that its construction began nor that it failed, so any record kept beside it can go stale and
+    would then silence the option for good.
     """
     frame = sys._getframe(2)
     while frame is not None:
@@ -231,26 +236,26 @@ _PATCHES: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
 
 def register() -> None:
     """
-    Puts the hooks into Transformers. Importing `hf_symqk` does this; calling it again, or reloading the package, changes
-    nothing: a hook is never put upon a hook.
+    Puts the hooks into Transformers. Importing `hf_symqk` does this; calling it again, or reloading the package,
+    changes nothing: a hook is never put upon a hook.
     """
     for owner, name, wrap in _PATCHES:
         original = _unwrapped(owner.__dict__[name])
         wrapper = wrap(original)
         setattr(getattr(wrapper, "__func__", wrapper), _ORIGINAL, original)
         setattr(owner, name, wrapper)
-    PreTrainedConfig.qk_init = _QKInitAttribute()
+    setattr(PreTrainedConfig, "qk_init", _QKInitAttribute())  # noqa: B010 (no declared attribute to assign to)
 
 
 def unregister() -> None:
     """
-    Restores Transformers exactly. Models and configs made meanwhile stay as they are; a `qk_init` in a config is then a
-    plain attribute that nothing reads.
+    Restores Transformers exactly. Models and configs made meanwhile stay as they are; a `qk_init` in a config is then
+    a plain attribute that nothing reads.
     """
     for owner, name, _ in _PATCHES:
         setattr(owner, name, _unwrapped(owner.__dict__[name]))
     if "qk_init" in PreTrainedConfig.__dict__:
-        del PreTrainedConfig.qk_init
+        delattr(PreTrainedConfig, "qk_init")
 
 
 def _unwrapped(function: Any) -> Any:

@@ -116,14 +116,18 @@ class QKScores:
         Returns:
             `dict[str, float]`: Python floats.
         """
-        log = {f"{prefix}/{metric}/{name}": value for metric, row in self.summary().items() for name, value in row.items()}
+        log = {
+            f"{prefix}/{metric}/{name}": value for metric, row in self.summary().items() for name, value in row.items()
+        }
         for stack in self.stacks:
             root = f"{prefix}/{stack}" if stack else prefix
             for metric, row in self.summary(stack).items() if stack else ():
                 log.update({f"{root}/{metric}/{name}": value for name, value in row.items()})
             for layer in self.layers:
                 if layer.stack == stack:
-                    log.update({f"{root}/{metric}/layer_{layer.index:02d}": getattr(layer, metric) for metric in METRICS})
+                    log.update(
+                        {f"{root}/{metric}/layer_{layer.index:02d}": getattr(layer, metric) for metric in METRICS}
+                    )
         return log
 
     def to_pandas(self, heads: bool = False) -> pd.DataFrame:
@@ -134,7 +138,8 @@ class QKScores:
             heads (`bool`, *optional*, defaults to `False`): One row per head instead of one per layer.
 
         Returns:
-            `pandas.DataFrame`: Columns `stack`, `layer`, (`head`,) `symmetry`, `directionality`, `frobenius_norm`, `kind`,
+            `pandas.DataFrame`: Columns `stack`, `layer`, (`head`,) `symmetry`, `directionality`, `frobenius_norm`,
+            `kind`,
             `num_heads`, `num_key_value_heads`, `head_dim`, `layout`, `name`.
         """
         rows = []
@@ -236,8 +241,8 @@ def score_model(
     Scores W_qk of every attention layer of a live model, on the model's device. The model is only read: neither its
     weights, gradients and mode nor the random state change.
 
-    Not part of the scores: biases, rotary positions (scores are at offset 0), ALiBi and relative-position terms, and the
-    data-dependent part of query and key norms (their learned gains are folded in).
+    Not part of the scores: biases, rotary positions (scores are at offset 0), ALiBi and relative-position terms, and
+    the data-dependent part of query and key norms (their learned gains are folded in).
 
     Args:
         model (`torch.nn.Module`):
@@ -250,7 +255,8 @@ def score_model(
             γ of the directionality score.
 
     Returns:
-        [`QKScores`]: One entry per layer. A layer with a weight that is not finite scores NaN and is named in a warning.
+        [`QKScores`]: One entry per layer. A layer with a weight that is not finite scores NaN and is named in a
+        warning.
 
     Raises:
         ValueError: if no attention layer is found, or a layer or kind is asked for that the model does not have.
@@ -261,8 +267,9 @@ def score_model(
     >>> from transformers import AutoModel, BertConfig
     >>> import hf_symqk
 
-    >>> config = BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=99)
-    >>> scores = hf_symqk.score_model(AutoModel.from_config(config, qk_init="symmetric"))
+    >>> config = BertConfig(
+    ...     hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=99
+    ... )
     >>> round(scores.summary()["symmetry"]["median"], 4)
     1.0
     >>> len(scores.layers), scores.layers[0].num_heads
@@ -275,8 +282,8 @@ def score_model(
     undefined = [result.name for result in results if math.isnan(result.frobenius_norm)]
     if undefined:
         warnings.warn(
-            f"W_qk scores are NaN in {len(undefined)} of {len(results)} layers, whose query or key weights are not finite: "
-            f"{', '.join(undefined)}.",
+            f"W_qk scores are NaN in {len(undefined)} of {len(results)} layers, whose query or key weights are not "
+            f"finite: {', '.join(undefined)}.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -287,6 +294,8 @@ def _score_layer(layer: AttentionLayer, gamma: float) -> LayerScores:
     with layer.query_key_weights() as (w_q, w_k):
         whole = layer_form(w_q, w_k).scores(gamma)
         heads = head_forms(w_q, w_k).scores(gamma)
+    measured: dict[str, Any] = {metric: getattr(whole, metric).item() for metric in METRICS}
+    measured.update({f"head_{metric}": tuple(getattr(heads, metric).flatten().tolist()) for metric in METRICS})
     return LayerScores(
         name=layer.name,
         stack=layer.stack,
@@ -296,8 +305,7 @@ def _score_layer(layer: AttentionLayer, gamma: float) -> LayerScores:
         num_heads=layer.heads.num_attention_heads,
         num_key_value_heads=layer.heads.num_key_value_heads,
         head_dim=layer.heads.head_dim,
-        **{metric: getattr(whole, metric).item() for metric in METRICS},
-        **{f"head_{metric}": tuple(getattr(heads, metric).flatten().tolist()) for metric in METRICS},
+        **measured,
     )
 
 

@@ -207,7 +207,9 @@ ARCHITECTURES = [
         _tokens_at_position_zero,
     ),
     Architecture("gpt_neox", "GPTNeoXConfig", _BERT, _tokens_at_position_zero),
-    Architecture("bloom", "BloomConfig", {"hidden_size": D, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCAB}, _tokens),
+    Architecture(
+        "bloom", "BloomConfig", {"hidden_size": D, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCAB}, _tokens
+    ),
 ]
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 # The ten that the initialisation promises are tested on, one by one.
@@ -216,4 +218,4 @@ INIT_ARCHITECTURES = [
     for name in ("bert", "roberta", "vit", "gpt2", "modernbert", "llama", "gpt_neox", "clip", "t5", "bart")
 ]
 
-__all__ = ["ARCHITECTURES", "BY_NAME", "D", "INIT_ARCHITECTURES", "LAYERS", "VOCAB", "Architecture"]
+__all__ = ["ARCHITECTURES", "BY_NAME", "INIT_ARCHITECTURES", "LAYERS", "VOCAB", "Architecture", "D"]

@@ -114,9 +114,13 @@ def test_symmetric_norm_is_root_two_above_independent():
         for x, y in zip(score_model(plain).layers, score_model(changed).layers, strict=True)
         for a, b in zip(x.head_frobenius_norm, y.head_frobenius_norm, strict=True)
     ]
-    # E‖W_q W_qᵀ‖² / E‖W_q W_kᵀ‖² = (D + E + 1)/D = 1.25 for D = 256, E = 64, and exactly 2 for the layer form with R = D.
+    # E‖W_q W_qᵀ‖² / E‖W_q W_kᵀ‖² = (D + E + 1)/D = 1.25 for D = 256, E = 64, and exactly 2 for the layer form with R =
+    # D.
     assert sum(ratios) / len(ratios) == pytest.approx(math.sqrt(1 + 65 / 256), rel=0.02)
-    layers = [y.frobenius_norm / x.frobenius_norm for x, y in zip(score_model(plain).layers, score_model(changed).layers, strict=True)]
+    layers = [
+        y.frobenius_norm / x.frobenius_norm
+        for x, y in zip(score_model(plain).layers, score_model(changed).layers, strict=True)
+    ]
     assert sum(layers) / len(layers) == pytest.approx(math.sqrt(2), rel=0.02)
 
 
@@ -173,8 +177,8 @@ def test_attention_chooses():
 @pytest.mark.parametrize("scheme", ["symmetric", "independent"])
 def test_distribution_redraws_and_takes_no_randomness(architecture: Architecture, scheme: str):
     """
-    `distribution="kaiming_uniform"` is PyTorch's ±1/√D for Q, K, V and unequal biases; the random state and every other
-    weight stay those of the plain init, and with "independent" it is that change of scale alone.
+    `distribution="kaiming_uniform"` is PyTorch's ±1/√D for Q, K, V and unequal biases; the random state and every
+    other weight stay those of the plain init, and with "independent" it is that change of scale alone.
     """
     qk_init = SymmetricInit(scheme=scheme, distribution="kaiming_uniform")
     plain, changed, plain_state, state = build_pair(architecture, qk_init)
@@ -204,7 +208,7 @@ def test_distribution_redraws_and_takes_no_randomness(architecture: Architecture
 
 
 def test_half_precision_models():
-    """`dtype=bfloat16`: K equals Q bit by bit where they are drawn alike, and the layer form is symmetric in fp32 sums."""
+    """`dtype=bfloat16`: K equals Q bit by bit where they are drawn alike, and the layer form is symmetric."""
     for name in ("bert", "llama", "t5"):
         model = BY_NAME[name].build(qk_init="symmetric", dtype=torch.bfloat16)
         assert all(layer.symmetry == pytest.approx(1, abs=2e-3) for layer in score_model(model).layers)
@@ -288,7 +292,11 @@ def test_bad_options_are_refused_on_construction(value, message):
     ("name", "qk_init", "message"),
     [
         ("bert", SymmetricInit(layers=[1, 7]), r"asks for \[7\] of stack ''; this model has '': layers 0 to 2"),
-        ("bert", SymmetricInit(layers={"encoder": [0]}), r"names the stack 'encoder'; this model has '': layers 0 to 2"),
+        (
+            "bert",
+            SymmetricInit(layers={"encoder": [0]}),
+            r"names the stack 'encoder'; this model has '': layers 0 to 2",
+        ),
         ("bart", SymmetricInit(layers=[2]), r"asks for \[2\] of stack 'encoder'.*'decoder': layers 0 to 2"),
         ("bert", SymmetricInit(attention="cross"), r"no cross-attention layer .* only \['self'\]"),
     ],
@@ -306,7 +314,7 @@ def test_options_the_model_does_not_have_are_refused_before_writing(name, qk_ini
 
 
 def test_layers_that_the_scheme_cannot_serve_are_refused_before_writing():
-    """Queries and keys from streams of two widths, or a Q that is all zero: a ValueError, and nothing has been written."""
+    """Queries and keys from streams of two widths, or a Q that is all zero: an error before anything is written."""
 
     class Attention(nn.Module):
         num_heads, head_dim = 2, 4
@@ -353,4 +361,4 @@ def test_causal_model_with_untouched_generation():
     model = AutoModelForCausalLM.from_config(BY_NAME["llama"].config(), qk_init="symmetric")
     assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, do_sample=False).shape == (1, 4)
     assert AutoModel.from_config(model.config).config.qk_init == SymmetricInit()
-    assert LAYERS == len(score_model(model).layers)
+    assert len(score_model(model).layers) == LAYERS

@@ -130,10 +130,12 @@ def test_auto_config_keyword(tmp_path):
     ],
 )
 def test_head_models_are_initialised_once_at_the_right_moment(name, auto_class, monkeypatch):
-    """A head around a base model, whose inner models carry the same config: one write per layer, by the outermost model."""
+    """A head around a base model, inner models carrying the same config: one write a layer, by the outermost model."""
     written = []
     original = hf_symqk.plugin.write_init
-    monkeypatch.setattr(hf_symqk.plugin, "write_init", lambda layers, init: (written.extend(layers), original(layers, init)))
+    monkeypatch.setattr(
+        hf_symqk.plugin, "write_init", lambda layers, init: (written.extend(layers), original(layers, init))
+    )
     architecture = Architecture(**{**vars(BY_NAME[name]), "auto_class": auto_class})
     model = architecture.build(qk_init="symmetric")
     expected = [layer.name for layer in find_attention_layers(model) if layer.kind == "self"]
@@ -261,7 +263,9 @@ def test_loads_bit_equal_without_the_plugin(tmp_path):
         assert AutoConfig.from_pretrained({str(tmp_path)!r}).qk_init == {{"scheme": "symmetric"}}
         assert "hf_symqk" not in sys.modules
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, capture_output=True, text=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], check=True, capture_output=True, text=True, timeout=120
+    )
     loaded = torch.load(tmp_path / "loaded.pt")
     assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
 

@@ -1,5 +1,6 @@
 """
-Attention layers of a live model: which modules match the table, how many heads they have, where in the model they stand.
+Attention layers of a live model: which modules match the table, how many heads they have, where in the model they
+stand.
 """
 
 import re
@@ -50,7 +51,8 @@ class AttentionLayer:
         layout ([`QKLayout`]): Entry of the table that it matches.
         heads ([`HeadShape`]): Its head counts.
         kind (`str`): `"self"` or `"cross"`.
-        stack (`str`): Name of the stack it belongs to (`"encoder"`, `"text_model"`, …), empty if the model has only one.
+        stack (`str`): Name of the stack it belongs to (`"encoder"`, `"text_model"`, …), empty if the model has only
+        one.
         index (`int`): Its position in the stack.
     """
 
@@ -62,21 +64,29 @@ class AttentionLayer:
     stack: str = ""
     index: int = 0
 
-    def projection(self, part: Part) -> Projection | None:
-        """Entry of the layout for `"query"`, `"key"` or `"value"`; `None` where the layout does not name it."""
+    def has(self, part: Part) -> bool:
+        """Whether the layout says where the part (`"query"`, `"key"`, `"value"`) is, and the module has it there."""
+        projection = getattr(self.layout, part)
+        return projection is not None and _has(self.module, projection)
+
+    def projection(self, part: Part) -> Projection:
+        """
+        Where the part is.
+
+        Raises:
+            ValueError: if the layer does not have it.
+        """
+        if not self.has(part):
+            raise ValueError(f"{self.name!r} has no {part} projection where layout {self.layout.name!r} expects it.")
         return getattr(self.layout, part)
 
     def input_width(self, part: Part) -> int:
         """Width `D` of the stream that the part is projected from."""
-        projection = self.projection(part)
-        if projection is None:
-            raise ValueError(f"Layout {self.layout.name!r} of {self.name!r} does not say where the {part} part is.")
-        return _widths(self.module, projection)[1]
+        return _widths(self.module, self.projection(part))[1]
 
     def parameters(self, part: Part) -> list[nn.Parameter]:
         """Parameters that hold the part: the projection's weight and, if there is one, its bias."""
-        projection = self.projection(part)
-        return [] if projection is None else list(_parameters(self.module, projection).values())
+        return list(_parameters(self.module, self.projection(part)).values())
 
     @contextmanager
     def tensors(self, *parts: Part, write: bool = False) -> Iterator[dict[Part, HeadTensors]]:
@@ -114,7 +124,7 @@ class AttentionLayer:
         gains = [parameter for norm in norms if norm is not None for parameter in norm.parameters()]
         parameters = [*self.parameters("query"), *self.parameters("key"), *gains]
         with whole_parameters(parameters) as whole:
-            weights = [self._split(part, whole).weight for part in ("query", "key")]  # type: ignore[arg-type]
+            weights = [self._split(part, whole).weight for part in ("query", "key")]
             yield tuple(  # type: ignore[misc]
                 weight if norm is None else self._fold(weight, norm, whole)
                 for weight, norm in zip(weights, norms, strict=True)
@@ -122,8 +132,6 @@ class AttentionLayer:
 
     def _split(self, part: Part, whole: dict[nn.Parameter, Tensor]) -> HeadTensors:
         projection = self.projection(part)
-        if projection is None:
-            raise ValueError(f"Layout {self.layout.name!r} of {self.name!r} does not say where the {part} part is.")
         held = {name: whole[parameter] for name, parameter in _parameters(self.module, projection).items()}
         weight = held["weight"].mT if projection.transposed else held["weight"]
         bias = held.get("bias")
@@ -165,7 +173,8 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
         `list[AttentionLayer]`: Self- and cross-attention layers, never empty.
 
     Raises:
-        ValueError: if nothing is found (the message lists what was looked at), or if the head counts of a module do not
+        ValueError: if nothing is found (the message lists what was looked at), or if the head counts of a module do
+        not
             fit the shapes of its weights.
     """
     table = layouts()
@@ -173,7 +182,9 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
     for name, module, config in _walk(model):
         model_type = getattr(config, "model_type", None)
         for layout in table:
-            if _matches(module, layout) and (layout.model_types is None or model_type in layout.model_types):
+            if layout.model_types is not None and model_type not in layout.model_types:
+                continue
+            if _has(module, layout.query) and _has(module, layout.key):
                 heads = _head_shape(name, module, layout, config)
                 found.append(AttentionLayer(name, module, layout, heads, _kind(name, module, layout)))
                 break
@@ -186,14 +197,14 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
         )
     if left_out:
         logger.warning_once(
-            f"{len(left_out)} modules of {type(model).__name__} look like attention but match no known layout; they are "
-            "left out:\n" + "\n".join(left_out[:12]) + f"\n{_WAY_OUT}"
+            f"{len(left_out)} modules of {type(model).__name__} look like attention but match no known layout; they "
+            "are left out:\n" + "\n".join(left_out[:12]) + f"\n{_WAY_OUT}"
         )
     return _place(found)
 
 
 def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, PreTrainedConfig | None]]:
-    """Modules with their clean names and the config that speaks for them: their own, or that of the model around them."""
+    """Modules, their clean names, and the config that speaks for each: its own, or that of the model around it."""
     configs: dict[str, PreTrainedConfig | None] = {}
     for path, module in model.named_modules():
         own = getattr(module, "config", None)
@@ -215,18 +226,14 @@ def _widths(module: nn.Module, projection: Projection) -> tuple[int, int]:
     return (width, rows) if projection.transposed else (rows, width)
 
 
-def _matches(module: nn.Module, layout: QKLayout) -> bool:
-    for projection in (layout.query, layout.key):
-        first, _, rest = projection.module.partition(".")
-        if first not in module._modules:
-            return False
-        try:
-            parameters = _parameters(module, projection)
-        except AttributeError:
-            return False
-        if "weight" not in parameters or len(full_shape(parameters["weight"])) != 2:
-            return False
-    return True
+def _has(module: nn.Module, projection: Projection) -> bool:
+    if projection.module.partition(".")[0] not in module._modules:
+        return False
+    try:
+        weight = _parameters(module, projection).get("weight")
+    except AttributeError:
+        return False
+    return weight is not None and len(full_shape(weight)) == 2
 
 
 def _attribute(names: tuple[str, ...], *holders: Any) -> int | None:
@@ -263,9 +270,9 @@ def _head_shape(name: str, module: nn.Module, layout: QKLayout, config: PreTrain
             return heads
     described = ", ".join(f"{projection.module} has {number} rows" for projection, number in rows)
     raise ValueError(
-        f"{name!r} ({type(module).__name__}): {described}, which does not fit layout {layout.name!r} with {num_heads} query "
-        f"heads and {groups} key heads of width {head_dim}. If this module orders its rows otherwise, describe it with "
-        "`hf_symqk.register_qk_layout`."
+        f"{name!r} ({type(module).__name__}): {described}, which does not fit layout {layout.name!r} with "
+        f"{num_heads} query heads and {groups} key heads of width {head_dim}. If this module orders its rows "
+        "otherwise, describe it with `hf_symqk.register_qk_layout`."
     )
 
 
@@ -301,7 +308,7 @@ def _place(found: list[AttentionLayer]) -> list[AttentionLayer]:
 
 
 def _container(name: str) -> tuple[str, ...]:
-    """Path of the module that holds the list of layers: `text_model.encoder.layers.3.self_attn` → (text_model, encoder)."""
+    """Path to what holds the list of layers: `text_model.encoder.layers.3.self_attn` → `(text_model, encoder)`."""
     parts = name.split(".")
     number = next((position for position, part in enumerate(parts) if part.isdigit()), len(parts))
     return tuple(parts[: max(0, number - 1)])
@@ -318,22 +325,25 @@ def _stack_names(containers: list[tuple[str, ...]]) -> dict[tuple[str, ...], str
     for path, rest in rests.items():
         # As many parts as it takes to tell this stack from the others; the one with nothing left is the main stack.
         length = next(
-            (n for n in range(1, len(rest) + 1) if Counter(other[:n] for other in rests.values())[rest[:n]] == 1), len(rest)
+            (n for n in range(1, len(rest) + 1) if Counter(other[:n] for other in rests.values())[rest[:n]] == 1),
+            len(rest),
         )
         names[path] = "_".join(rest[:length]) or "main"
     return names
 
 
 def _left_out(model: nn.Module, found: list[AttentionLayer]) -> list[str]:
-    """Modules that look like attention, hold weights themselves and are not, contain or belong to a layer that was found."""
+    """Modules that look like attention and hold weights, but are not, contain or belong to a layer that was found."""
     names = [layer.name for layer in found]
-    lines = {}
+    lines: dict[str, str] = {}
     for name, module, config in _walk(model):
         weights = [child for child, holder in module.named_children() if getattr(holder, "weight", None) is not None]
         if "attention" not in type(module).__name__.lower() or not weights:
             continue
         if any(f"{known}.".startswith(f"{name}.") or name.startswith(f"{known}.") for known in names):
             continue
-        entry = f"{type(module).__name__} (model type {getattr(config, 'model_type', None)!r}) with {', '.join(weights)}"
+        entry = (
+            f"{type(module).__name__} (model type {getattr(config, 'model_type', None)!r}) with {', '.join(weights)}"
+        )
         lines.setdefault(entry, f"  {name or '(root)'}: {entry}")
     return list(lines.values())

@@ -58,8 +58,8 @@ class HeadRows:
         order (`tuple[str, ...]`, *optional*):
             Parts in the order in which the projection holds them; by default the part has a projection of its own.
         interleaved (`bool`, *optional*, defaults to `False`):
-            `False`: all heads of one part, then all of the next (`[q0 q1 … k0 k1 … v0 v1 …]`). `True`: all parts of one
-            head, then those of the next (`[q0 k0 v0 q1 k1 v1 …]`), which exists only where `H = G`.
+            `False`: all heads of one part, then all of the next (`[q0 q1 … k0 k1 … v0 v1 …]`). `True`: all parts of
+            one head, then those of the next (`[q0 k0 v0 q1 k1 v1 …]`), which exists only where `H = G`.
     """
 
     part: Part
@@ -136,13 +136,17 @@ def register_qk_layout(
     Args:
         name (`str`):
             Name of the layout, unique in the table.
-        query (`Projection`), key (`Projection`):
-            Where W_q and W_k live. A module matches if it has both submodules.
+        query (`Projection`):
+            Where W_q lives. A module matches if it has the submodules of query and key.
+        key (`Projection`):
+            Where W_k lives.
         value (`Projection`, *optional*):
             Where W_v lives; only an init that redraws V needs it.
-        query_norms (`tuple[str, ...]`, *optional*), key_norms (`tuple[str, ...]`, *optional*):
-            Submodules that normalise queries and keys where an attention module has them; their learned gain is folded
-            into W_q and W_k when scoring.
+        query_norms (`tuple[str, ...]`, *optional*):
+            Names of submodules that normalise the queries, where an attention module has one; their learned gain is
+            folded into W_q and W_k when scoring.
+        key_norms (`tuple[str, ...]`, *optional*):
+            The same for the keys.
         model_types (`Iterable[str]`, *optional*):
             `config.model_type` values that the layout holds for. Needed where other models use the same names for
             another order of rows (fused projections); by default any model with these submodules matches.
@@ -211,23 +215,27 @@ for _query, _key, _value in (
     )
 
 
-def _fused(module: str, *order: Part, interleaved: bool = False, transposed: bool = False) -> dict[Part, Projection]:
-    return {part: Projection(module, HeadRows(part, order, interleaved), transposed) for part in order}
+def _fused(
+    module: str, order: tuple[Part, ...], *, interleaved: bool = False, transposed: bool = False
+) -> list[Projection]:
+    return [Projection(module, HeadRows(part, order, interleaved), transposed) for part in order]
 
 
 # Fused projections: the same module name stands for different orders of rows, so the model types are listed.
-_QKV: tuple[Part, ...] = ("query", "key", "value")
-register_qk_layout(name="Wqkv", **_fused("Wqkv", *_QKV), model_types=["modernbert"])
-register_qk_layout(name="qkv_proj", **_fused("qkv_proj", *_QKV), model_types=["phi3"])
-register_qk_layout(
-    name="query_key_value (interleaved)",
-    **_fused("query_key_value", *_QKV, interleaved=True),
-    model_types=["bloom", "gpt_neox"],
-)
-register_qk_layout(name="c_attn (Conv1D)", **_fused("c_attn", *_QKV, transposed=True), model_types=["gpt2"])
+for _name, _module, _storage, _types in (
+    ("Wqkv", "Wqkv", {}, ["modernbert"]),
+    ("qkv_proj", "qkv_proj", {}, ["phi3"]),
+    ("query_key_value (interleaved)", "query_key_value", {"interleaved": True}, ["bloom", "gpt_neox"]),
+    ("c_attn (Conv1D)", "c_attn", {"transposed": True}, ["gpt2"]),
+):
+    _q, _k, _v = _fused(_module, ("query", "key", "value"), **_storage)
+    register_qk_layout(name=_name, query=_q, key=_k, value=_v, model_types=_types)
+
+_k, _v = _fused("c_attn", ("key", "value"), transposed=True)
 register_qk_layout(
     name="q_attn + c_attn (Conv1D, cross-attention)",
     query=Projection("q_attn", HeadRows("query"), transposed=True),
-    **_fused("c_attn", "key", "value", transposed=True),
+    key=_k,
+    value=_v,
     model_types=["gpt2"],
 )

@@ -23,7 +23,8 @@ def select_layers(
         found (`list[AttentionLayer]`):
             What [`find_attention_layers`] returned.
         layers (`Sequence[int]` or `Mapping[str, Sequence[int]]`, *optional*):
-            Layer indices, counted within each stack; a sequence holds for every stack of the model, a mapping names the
+            Layer indices, counted within each stack; a sequence holds for every stack of the model, a mapping names
+            the
             stacks (`{"encoder": [0, 1]}`). All layers by default.
         attention (`str`, *optional*, defaults to `"self"`):
             `"self"`, `"cross"` or `"all"`.
@@ -53,8 +54,8 @@ def select_layers(
         missing = sorted(set(indices) - set(stacks[stack]))
         if missing:
             raise ValueError(
-                f"`layers` asks for {missing} of stack {stack!r}; this model has {choices}. To choose per stack give a "
-                "mapping from stack names to indices."
+                f"`layers` asks for {missing} of stack {stack!r}; this model has {choices}. To choose per stack give "
+                "a mapping from stack names to indices."
             )
     return [layer for layer in candidates if layer.index in wanted.get(layer.stack, ())]
 

@@ -1,11 +1,13 @@
 """
-A whole tensor from whatever holds it: plain parameters, DTensors (FSDP2, tensor parallel), DeepSpeed ZeRO-3 partitions.
+A whole tensor from whatever holds it: plain parameters, DTensors (FSDP2, tensor parallel), DeepSpeed ZeRO-3
+partitions.
 
 Each of these is collective under an engine that shards: every rank has to come along.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +31,9 @@ def full_shape(parameter: Tensor) -> torch.Size:
 
 
 @contextmanager
-def whole_parameters(parameters: Sequence[nn.Parameter], *, write: bool = False) -> Iterator[dict[nn.Parameter, Tensor]]:
+def whole_parameters(
+    parameters: Sequence[nn.Parameter], *, write: bool = False
+) -> Iterator[dict[nn.Parameter, Tensor]]:
     """
     Makes whole tensors of parameters, for reading or for writing.
 
@@ -71,4 +75,5 @@ def _is_partitioned(parameter: nn.Parameter) -> bool:
         return False
     # Available without being kept so: somebody around us gathered it and will write it back. Gathering it again would
     # partition it under their feet.
-    return parameter.ds_status.name != "AVAILABLE" or parameter.ds_persist
+    status: Any = parameter
+    return status.ds_status.name != "AVAILABLE" or status.ds_persist

@@ -55,8 +55,8 @@ def _logits_of_forward(model: PreTrainedModel, inputs: dict[str, torch.Tensor], 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
 def test_weights_of_the_table_give_the_attention_of_the_forward_pass(architecture: Architecture, monkeypatch):
     """
-    Protects every layout: log-attention differences `log a_ij − log a_i0` of the model's own eager forward must be those
-    of `scale · (x_i W_q^h + b_q)(x_j W_k^g(h) + b_k)ᵀ` with W_q, W_k, b and h → g(h) from the table, by value.
+    Protects every layout: log-attention differences `log a_ij − log a_i0` of the model's own eager forward must be
+    those of `scale · (x_i W_q^h + b_q)(x_j W_k^g(h) + b_k)ᵀ` with W_q, W_k, b and h → g(h) from the table, by value.
     """
     model = architecture.build(attn_implementation="eager").eval()
     _randomise(model)
@@ -150,7 +150,9 @@ def test_nothing_found_says_what_was_looked_at():
     """An unknown layout is an error that names the module and its projections, never an empty result."""
     model = AutoModel.from_config(CodeGenConfig(n_embd=32, n_layer=1, n_head=4, rotary_dim=4, vocab_size=9))
     for function in (find_attention_layers, score_model):
-        with pytest.raises(ValueError, match=r"CodeGenAttention \(model type 'codegen'\) with out_proj, qkv_proj") as raised:
+        with pytest.raises(
+            ValueError, match=r"CodeGenAttention \(model type 'codegen'\) with out_proj, qkv_proj"
+        ) as raised:
             function(model)
         assert "query/key" in str(raised.value)
         assert "register_qk_layout" in str(raised.value)
@@ -165,7 +167,9 @@ def test_left_out_attention_is_named_in_a_warning(caplog):
         def __init__(self):
             super().__init__()
             self.known = BY_NAME["bert"].build()
-            self.unknown = AutoModel.from_config(CodeGenConfig(n_embd=32, n_layer=1, n_head=4, rotary_dim=4, vocab_size=9))
+            self.unknown = AutoModel.from_config(
+                CodeGenConfig(n_embd=32, n_layer=1, n_head=4, rotary_dim=4, vocab_size=9)
+            )
 
     logger = "hf_symqk.attention.finding"
     import transformers.utils.logging as hf_logging
@@ -186,7 +190,9 @@ def test_heads_that_do_not_fit_are_refused():
     model = AutoModel.from_config(BertConfig(**BY_NAME["bert"].values))
     attention = model.encoder.layer[1].attention.self
     attention.num_attention_heads = 5
-    with pytest.raises(ValueError, match=r"encoder.layer.1.attention.self.*query has 48 rows.*5 query heads.*width 12"):
+    with pytest.raises(
+        ValueError, match=r"encoder.layer.1.attention.self.*query has 48 rows.*5 query heads.*width 12"
+    ):
         find_attention_layers(model)
     attention.num_attention_heads = 4
     attention.key = nn.Linear(48, 36)  # 3 key heads for 4 query heads
