@@ -103,7 +103,7 @@ def _wrap_from_pretrained(original: classmethod) -> classmethod:
         if not request.layers:
             warnings.warn(
                 f"`qk_init` changes nothing here: the checkpoint holds Q or K of every layer that {request.init} "
-                "speaks of, and loaded weights are never touched. `hf_symqk.apply_qk_init(model, ...)` overwrites them.",
+                "speaks of, and loaded weights are never touched. `hf_symqk.apply_qk_init` overwrites them.",
                 UserWarning,
                 stacklevel=2,
             )

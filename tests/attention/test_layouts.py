@@ -1,0 +1,54 @@
+"""The table itself: rows of each arrangement, and registration."""
+
+import pytest
+import torch
+
+from hf_symqk.attention import HeadRows, HeadShape, Projection, layouts, register_qk_layout, unregister_qk_layout
+
+
+HEADS = HeadShape(num_attention_heads=4, num_key_value_heads=2, head_dim=3)
+EVEN = HeadShape(num_attention_heads=4, num_key_value_heads=4, head_dim=3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "total", "first_rows"),
+    [
+        (HeadRows("query"), HEADS, 12, [0, 3, 6, 9]),
+        (HeadRows("key"), HEADS, 6, [0, 3]),
+        (HeadRows("query", ("query", "key", "value")), HEADS, 24, [0, 3, 6, 9]),
+        (HeadRows("key", ("query", "key", "value")), HEADS, 24, [12, 15]),
+        (HeadRows("value", ("query", "key", "value")), HEADS, 24, [18, 21]),
+        (HeadRows("key", ("key", "value")), HEADS, 12, [0, 3]),
+        (HeadRows("query", ("query", "key", "value"), interleaved=True), EVEN, 36, [0, 9, 18, 27]),
+        (HeadRows("key", ("query", "key", "value"), interleaved=True), EVEN, 36, [3, 12, 21, 30]),
+    ],
+)
+def test_rows(rows: HeadRows, heads: HeadShape, total: int, first_rows: list[int]):
+    """Each arrangement takes the rows that its docstring draws, as a view, of weights and biases alike."""
+    weight = torch.arange(total * 2.0).view(total, 2)
+    bias = torch.arange(float(total))
+    assert rows.count(heads) == total
+    assert rows.select(bias, heads)[:, 0].tolist() == first_rows
+    assert rows.select(bias, heads).tolist() == [[first, first + 1, first + 2] for first in first_rows]
+    assert torch.equal(rows.select(weight, heads)[..., 0] / 2, rows.select(bias, heads))
+    assert rows.select(weight, heads).untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+
+
+def test_part_must_be_in_order():
+    """A selector that can never select is refused."""
+    with pytest.raises(ValueError, match=r"`part` 'query' is not in `order` \('key', 'value'\)"):
+        HeadRows("query", ("key", "value"))
+
+
+def test_later_registrations_are_tried_first():
+    """An own layout wins over a built-in one that matches the same module names."""
+    own = register_qk_layout(
+        name="own", query=Projection("q_proj", HeadRows("query")), key=Projection("k_proj", HeadRows("key"))
+    )
+    try:
+        assert layouts()[0] is own
+    finally:
+        unregister_qk_layout("own")
+    assert own not in layouts()
+    with pytest.raises(KeyError):
+        unregister_qk_layout("own")
