@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 from transformers import HfArgumentParser
 
+
 __all__ = [
     "DataArguments",
     "MaskingArguments",

@@ -20,6 +20,7 @@ from arguments import RecipeError
 from datasets import Dataset
 from file_cache import cached_folder
 
+
 __all__ = ["builtin_documents", "iterate_builtin_documents"]
 
 logger = logging.getLogger(__name__)

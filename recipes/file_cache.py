@@ -14,6 +14,7 @@ from typing import Any
 
 import datasets
 
+
 __all__ = ["cache_root", "cached_folder"]
 
 logger = logging.getLogger(__name__)

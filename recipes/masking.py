@@ -27,6 +27,7 @@ from transformers import (
     TrainingArguments,
 )
 
+
 __all__ = ["EVALUATION_MASK_SEED", "MaskEpochCallback", "MaskedDataset", "MaskedStream", "TokenMasker"]
 
 # Held-out masks are the same in every run, whatever its seed.

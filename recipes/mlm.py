@@ -9,7 +9,6 @@ See recipes/README.md for the arguments and for what a run leaves in its output 
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import sys
@@ -29,7 +28,7 @@ from reporting import (
     label_entropy,
     write_score_table,
 )
-from text_data import check_block_size, load_documents, packed_dataset
+from text_data import Documents, check_block_size, load_documents, packed_dataset
 from token_weighted import TokenWeightedTrainer
 from tokenization import choose_tokenizer
 from transformers import (
@@ -43,6 +42,7 @@ from transformers import (
 
 import hf_symqk
 
+
 __all__ = ["DEFAULTS", "main"]
 
 logger = logging.getLogger(__name__)
@@ -53,12 +53,12 @@ DEFAULTS: dict[str, Any] = {
     "output_dir": "out/mlm",
     "do_train": True,
     "do_eval": True,
-    "max_steps": 800,
+    "max_steps": 600,
     "per_device_train_batch_size": 32,
     "per_device_eval_batch_size": 64,
     "learning_rate": 2e-3,
     "weight_decay": 0.01,
-    "warmup_steps": 80,
+    "warmup_steps": 60,
     "lr_scheduler_type": "linear",
     "logging_steps": 50,
     "eval_strategy": "steps",
@@ -78,44 +78,35 @@ UNLESS_GIVEN = {
 }
 
 
-@dataclasses.dataclass
-class PreparedData:
-    """Training and held-out examples, and the tokenizer that made them."""
-
-    train: MaskedDataset | MaskedStream
-    held_out: MaskedDataset | None
-    tokenizer: PreTrainedTokenizerBase
-
-
-def prepare_data(
-    model_arguments: ModelArguments,
+def mask_documents(
+    documents: Documents,
+    tokenizer: PreTrainedTokenizerBase,
     data_arguments: DataArguments,
     masking_arguments: MaskingArguments,
     training_arguments: TrainingArguments,
-) -> PreparedData:
+) -> tuple[MaskedDataset | MaskedStream, MaskedDataset | None]:
     """
-    Reads, tokenizes and packs the text.
+    Tokenizes, packs and masks the text.
 
     Args:
-        model_arguments (`ModelArguments`):
-            Name the tokenizer.
+        documents (`Documents`):
+            The text.
+        tokenizer (`PreTrainedTokenizerBase`):
+            The tokenizer.
         data_arguments (`DataArguments`):
-            Name the text.
+            How the text is packed.
         masking_arguments (`MaskingArguments`):
             How much is masked.
         training_arguments (`TrainingArguments`):
-            Their data seed (or seed) keys the training masks.
+            Their data seed (or seed) keys the training masks; held-out masks have a key of their own.
 
     Returns:
-        `PreparedData`: the data.
+        `tuple`: training and held-out examples, the latter `None` where nothing is held out.
 
     Raises:
-        RecipeError: for text or a tokenizer that cannot be used.
+        RecipeError: if the text does not fill one block.
     """
-    documents = load_documents(data_arguments)
     column, block_size = documents.text_column, data_arguments.block_size
-    tokenizer = choose_tokenizer(model_arguments, data_arguments, documents.train, column)
-    check_block_size(block_size, tokenizer)
     seed = training_arguments.seed if training_arguments.data_seed is None else training_arguments.data_seed
     masker = TokenMasker(tokenizer, masking_arguments.mlm_probability, seed)
 
@@ -132,7 +123,7 @@ def prepare_data(
     if documents.held_out is not None:
         held_out_masker = TokenMasker(tokenizer, masking_arguments.mlm_probability, EVALUATION_MASK_SEED)
         held_out = MaskedDataset(packed(documents.held_out, "packed-held-out"), held_out_masker)
-    return PreparedData(train, held_out, tokenizer)
+    return train, held_out
 
 
 def check_run(training_arguments: TrainingArguments, data_arguments: DataArguments) -> None:
@@ -184,23 +175,18 @@ def main(argv: Sequence[str] | None = None) -> TokenWeightedTrainer:
     defaults = ", ".join(f"{name}={value}" for name, value in used_defaults.items())
     announce(training_arguments, f"defaults of the recipe in use: {defaults or 'none'}")
 
-    with training_arguments.main_process_first(desc="preparing the text"):
-        data = prepare_data(model_arguments, data_arguments, masking_arguments, training_arguments)
-    if data.held_out is None and training_arguments.do_eval:
+    with training_arguments.main_process_first(desc="reading the text"):
+        documents = load_documents(data_arguments)
+        tokenizer = choose_tokenizer(model_arguments, data_arguments, documents.train, documents.text_column)
+    if documents.held_out is None and training_arguments.do_eval:
         raise RecipeError(
             "no text is held out (validation_split_percentage or stream_validation_documents is 0), but evaluation "
             "is on: hold some out, or give --do_eval false."
         )
-    train_size = f"{len(data.train):,}" if isinstance(data.train, MaskedDataset) else "a stream of"
-    held_out_size = f"{len(data.held_out):,}" if data.held_out is not None else "no"
-    announce(
-        training_arguments,
-        f"text: {train_size} training and {held_out_size} held-out sequences of {data_arguments.block_size} tokens, "
-        f"vocabulary {len(data.tokenizer):,}",
-    )
-
+    # The model comes before the text is packed: what is wrong with it must not show after an hour of tokenizing.
+    check_block_size(data_arguments.block_size, tokenizer)
     qk_init = parse_qk_init(model_arguments.qk_init)
-    config = build_config(model_arguments, data.tokenizer, model_arguments.tokenizer_name is None)
+    config = build_config(model_arguments, tokenizer, model_arguments.tokenizer_name is None)
     if training_arguments.full_determinism:
         enable_full_determinism(training_arguments.seed)
     else:
@@ -211,22 +197,32 @@ def main(argv: Sequence[str] | None = None) -> TokenWeightedTrainer:
         f"model: {type(model).__name__}, {model.num_parameters():,} parameters, qk_init={qk_init or 'none'}",
     )
 
+    with training_arguments.main_process_first(desc="packing the text"):
+        train, held_out = mask_documents(documents, tokenizer, data_arguments, masking_arguments, training_arguments)
+    train_size = f"{len(train):,}" if isinstance(train, MaskedDataset) else "a stream of"
+    held_out_size = f"{len(held_out):,}" if held_out is not None else "no"
+    announce(
+        training_arguments,
+        f"text: {train_size} training and {held_out_size} held-out sequences of {data_arguments.block_size} tokens, "
+        f"vocabulary {len(tokenizer):,}",
+    )
+
     clock = FirstStepClock()
     callbacks: list[TrainerCallback] = [hf_symqk.QKScoreCallback(), clock]
-    if isinstance(data.train, MaskedDataset):
-        callbacks.append(MaskEpochCallback(data.train))
+    if isinstance(train, MaskedDataset):
+        callbacks.append(MaskEpochCallback(train))
     trainer = TokenWeightedTrainer(
         model=model,
         args=training_arguments,
-        train_dataset=data.train,
-        eval_dataset=data.held_out,
-        processing_class=data.tokenizer,
+        train_dataset=train,
+        eval_dataset=held_out,
+        processing_class=tokenizer,
         data_collator=default_data_collator,
         callbacks=callbacks,
     )
     metrics: dict[str, float] = {}
-    if data.held_out is not None:
-        metrics["eval_unigram_entropy"] = label_entropy(data.held_out[index] for index in range(len(data.held_out)))
+    if held_out is not None:
+        metrics["eval_unigram_entropy"] = label_entropy(held_out[index] for index in range(len(held_out)))
     if training_arguments.do_train:
         first = hf_symqk.score_model(model)
         metrics.update(_train(trainer, clock))

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+
 __all__ = ["build_config", "build_model", "check_positions", "parse_config_overrides"]
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ def parse_config_overrides(value: dict[str, Any] | str | None) -> dict[str, Any]
     ```python
     >>> parse_config_overrides("hidden_size=64,hidden_act=relu")
     {'hidden_size': 64, 'hidden_act': 'relu'}
+
     ```
     """
     if value is None:

@@ -21,6 +21,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from hf_symqk import QKScores
 
+
 __all__ = [
     "SCORE_TABLE",
     "FirstStepClock",
@@ -82,6 +83,7 @@ def label_entropy(examples: Iterable[dict[str, torch.Tensor]], ignored: int = -1
     ```python
     >>> round(label_entropy([{"labels": torch.tensor([3, -100, 4])}]), 4)
     0.6931
+
     ```
     """
     counts: Counter[int] = Counter()
@@ -103,8 +105,9 @@ def compare_scores(first: QKScores, last: QKScores) -> pd.DataFrame:
             Scores after the last step, of the same model.
 
     Returns:
-        `pd.DataFrame`: a row a layer with columns `stack` (left out where there is one, unnamed), `layer`, and `…_first` and `…_last` of `symmetry`,
-        `directionality` and `frobenius_norm`; then a row `median` for each stack of layers.
+        `pd.DataFrame`: a row a layer with columns `stack` (left out where there is one, unnamed), `layer`, and
+        `…_first` and `…_last` of `symmetry`, `directionality` and `frobenius_norm`; then a row `median` for each
+        stack of layers.
 
     Raises:
         ValueError: if the two do not describe the same layers.

@@ -21,6 +21,7 @@ from file_cache import cached_folder
 from tokenization import tokenizer_digest
 from transformers import PreTrainedTokenizerBase
 
+
 __all__ = [
     "Documents",
     "check_block_size",

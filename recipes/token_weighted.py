@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
+
 __all__ = ["TokenMeanLoss", "TokenWeightedTrainer"]
 
 IGNORED = -100

@@ -15,6 +15,7 @@ from file_cache import cached_folder
 from tokenizers import decoders, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+
 __all__ = ["choose_tokenizer", "load_tokenizer", "tokenizer_digest", "train_tokenizer", "trained_tokenizer"]
 
 SPECIAL_TOKENS = {

@@ -18,35 +18,14 @@ import pytest  # noqa: E402
 from tokenization import train_tokenizer  # noqa: E402
 
 
-WORDS = [
-    "the",
-    "symmetric",
-    "query",
-    "and",
-    "key",
-    "of",
-    "a",
-    "model",
-    "attend",
-    "to",
-    "each",
-    "other",
-    "while",
-    "it",
-    "reads",
-    "words",
-    "from",
-    "some",
-    "long",
-    "text",
-]
+TEXT = "the symmetric query and key of a model attend to each other while it reads some long text"
 
 
 def make_documents(count=60, seed=0):
     """Documents of 20 to 80 words, the same for the same seed."""
-    generator = random.Random(seed)
+    generator, words = random.Random(seed), TEXT.split()
     return [
-        f"{number} " + " ".join(generator.choices(WORDS, k=generator.randint(20, 80))) + "." for number in range(count)
+        f"{number} " + " ".join(generator.choices(words, k=generator.randint(20, 80))) + "." for number in range(count)
     ]
 
 

@@ -71,7 +71,7 @@ def test_text_column_is_missing(text_files, streaming):
 
 
 def test_text_column_of_numbers(text_files):
-    with pytest.raises(RecipeError, match="'length' .* holds int64, not text"):
+    with pytest.raises(RecipeError, match=r"'length' .* holds int64, not text"):
         load_documents(DataArguments(train_file=text_files["csv"], text_column="length"))
 
 

@@ -1,0 +1,157 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from arguments import RecipeError
+from loss_run import SEED, build_model, masked, run
+from masking import EVALUATION_MASK_SEED
+from token_weighted import TokenMeanLoss, TokenWeightedTrainer
+from torch.nn import functional
+
+
+MODELS = ["bert", "roberta", "modernbert"]
+
+
+def nats_and_tokens(model, data, epoch=0):
+    """Sum of -log p over the masked tokens, and their number, by hand: one sequence at a time, in float64."""
+    model = model.double().eval()
+    total, count = 0.0, 0
+    for index in range(len(data)):
+        example = data.masker(data.blocks[index]["input_ids"], epoch, index)
+        with torch.no_grad():
+            logits = model(input_ids=example["input_ids"][None]).logits[0]
+        for place, label in enumerate(example["labels"].tolist()):
+            if label != -100:
+                total -= float(logits[place].log_softmax(-1)[label])
+                count += 1
+    return total, count
+
+
+def gradient_norm(model, data):
+    """Norm of the gradient of the mean over all masked tokens, in one batch."""
+    model = model.float().train()
+    rows = [data.masker(data.blocks[index]["input_ids"], 0, index) for index in range(len(data))]
+    inputs, labels = (torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))
+    functional.cross_entropy(model(input_ids=inputs).logits.flatten(0, 1), labels.flatten()).backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return float(torch.stack([gradient.norm() for gradient in gradients]).norm())
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """One process, one batch of 32: computed once for each model."""
+    results = {}
+
+    def get(model_type):
+        if model_type not in results:
+            results[model_type] = run(model_type, 32, 1, tmp_path_factory.mktemp(model_type))
+        return results[model_type]
+
+    return get
+
+
+def agree(result, reference):
+    for name in ("loss", "grad_norm", "eval_loss"):
+        assert len(result[name]) == len(reference[name]) >= 3
+        assert result[name] == pytest.approx(reference[name], rel=1e-3), name
+    assert result["eval_tokens"] == reference["eval_tokens"]
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_one_batch_logs_the_mean_over_tokens(model_type, reference):
+    result, data = reference(model_type), masked(32, SEED, 0)
+    nats, tokens = nats_and_tokens(build_model(model_type), data)
+    assert result["loss"][0] == pytest.approx(nats / tokens, rel=1e-4)
+    assert result["grad_norm"][0] == pytest.approx(gradient_norm(build_model(model_type), data), rel=1e-3)
+    # Epochs differ in their masks: else the steps after the first would not test them.
+    other, count = nats_and_tokens(build_model(model_type), data, epoch=1)
+    assert other / count != pytest.approx(nats / tokens, rel=2e-3)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_accumulation_changes_nothing(model_type, reference, tmp_path):
+    agree(run(model_type, 8, 4, tmp_path), reference(model_type))
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_held_out_loss_is_weighted_by_tokens(model_type, reference):
+    nats, tokens = nats_and_tokens(build_model(model_type), masked(13, EVALUATION_MASK_SEED, 1))
+    result = reference(model_type)
+    assert result["eval_loss"][0] == pytest.approx(nats / tokens, rel=1e-5)
+    assert result["eval_tokens"] == [tokens] * 4
+
+
+def test_held_out_loss_is_independent_of_batch_size_and_arguments(reference, tmp_path):
+    for extra in ({"eval_batch": 13}, {"eval_batch": 5, "prediction_loss_only": True}, {"eval_batch": 1}):
+        result = run("bert", 32, 1, tmp_path, steps=3, **extra)
+        assert result["eval_loss"] == pytest.approx(reference("bert")["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", MODELS)
+def test_two_processes_change_nothing(model_type, reference, tmp_path):
+    file = tmp_path / "result.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    command += [str(Path(__file__).parent / "loss_run.py"), model_type, "16", "1", str(file)]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(file.read_text())
+    assert result["processes"] == result["distributed"] == 2
+    agree(result, reference(model_type))
+
+
+def test_loss_function_by_hand():
+    torch.manual_seed(0)
+    logits = torch.randn(2, 3, 5)
+    labels = torch.tensor([[1, -100, 4], [-100, -100, 0]])
+    log_p = logits.log_softmax(-1)
+    nats = -(log_p[0, 0, 1] + log_p[0, 2, 4] + log_p[1, 2, 0])
+    loss = TokenMeanLoss()
+    for outputs in ({"logits": logits}, (logits,)):
+        assert loss(outputs, labels, num_items_in_batch=12).item() == pytest.approx(nats.item() / 12)
+        assert loss(outputs, labels, torch.tensor(12)).item() == pytest.approx(nats.item() / 12)
+        assert loss(outputs, labels).item() == pytest.approx(nats.item() / 3)
+
+
+def test_label_smoothing_is_that_of_the_trainer():
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    torch.manual_seed(0)
+    logits, labels = torch.randn(2, 3, 5), torch.tensor([[1, -100, 4], [-100, -100, 0]])
+    expected = LabelSmoother(epsilon=0.1)({"logits": logits}, labels)
+    assert TokenMeanLoss(0.1)({"logits": logits}, labels).item() == pytest.approx(expected.item())
+
+
+def test_step_without_a_masked_token():
+    logits = torch.randn(1, 3, 5, requires_grad=True)
+    loss = TokenMeanLoss()({"logits": logits}, torch.full((1, 3), -100), torch.tensor(0))
+    loss.backward()
+    assert loss.item() == 0
+    assert (logits.grad == 0).all()
+
+
+def test_several_gpus_in_one_process_are_refused():
+    with pytest.raises(RecipeError, match="--num_processes 4"):
+        TokenWeightedTrainer(args=SimpleNamespace(n_gpu=4))
+
+
+def test_held_out_set_without_masks(tmp_path):
+    data = masked(3, 0, 0)
+    data.masker.probability = 0.0
+    from transformers import TrainingArguments, default_data_collator
+
+    trainer = TokenWeightedTrainer(
+        model=build_model("bert"),
+        args=TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none"),
+        eval_dataset=data,
+        data_collator=default_data_collator,
+    )
+    with pytest.raises(RecipeError, match="no held-out token is masked"):
+        trainer.evaluate()
