@@ -93,7 +93,7 @@ class DataArguments:
         default="line", metadata={"help": "What one document of a .txt file is: line, paragraph or document (file)."}
     )
     validation_split_percentage: float = dataclasses.field(
-        default=10.0,
+        default=5.0,
         metadata={"help": "Documents (%) held out where the data has no validation split. The same in every run."},
     )
     block_size: int = dataclasses.field(

@@ -10,12 +10,12 @@ See recipes/README.md for the arguments and for what a run leaves in its output 
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import datasets
+import torch
 import transformers
 from arguments import DataArguments, MaskingArguments, ModelArguments, RecipeError, parse_arguments, parse_qk_init
 from masking import EVALUATION_MASK_SEED, MaskedDataset, MaskedStream, MaskEpochCallback, TokenMasker
@@ -58,19 +58,20 @@ DEFAULTS: dict[str, Any] = {
     "per_device_eval_batch_size": 64,
     "learning_rate": 2e-3,
     "weight_decay": 0.01,
-    "warmup_steps": 60,
+    "warmup_steps": 0.1,
     "lr_scheduler_type": "linear",
     "logging_steps": 50,
     "eval_strategy": "steps",
     "eval_steps": 200,
     "eval_on_start": True,
     "save_strategy": "no",
+    # Without an accelerator there is no memory to pin, and PyTorch warns at each epoch and evaluation.
+    "dataloader_pin_memory": torch.accelerator.is_available(),
     "report_to": "none",
 }
 # A default must not overrule what the user asks for in other words.
 UNLESS_GIVEN = {
     "max_steps": ["num_train_epochs"],
-    "warmup_steps": ["max_steps", "num_train_epochs"],
     "eval_strategy": ["do_eval"],
     "eval_on_start": ["do_eval", "eval_strategy"],
     "eval_steps": ["eval_strategy"],
@@ -221,15 +222,13 @@ def main(argv: Sequence[str] | None = None) -> TokenWeightedTrainer:
         callbacks=callbacks,
     )
     metrics: dict[str, float] = {}
-    if held_out is not None:
-        metrics["eval_unigram_entropy"] = label_entropy(held_out[index] for index in range(len(held_out)))
     if training_arguments.do_train:
         first = hf_symqk.score_model(model)
         metrics.update(_train(trainer, clock))
         _report_scores(trainer, first)
-    if training_arguments.do_eval:
+    if training_arguments.do_eval and held_out is not None:
         metrics.update(final_evaluation(trainer))
-        metrics["eval_perplexity"] = math.exp(min(metrics["eval_loss"], 700.0))
+        metrics["eval_unigram_entropy"] = label_entropy(held_out[index] for index in range(len(held_out)))
     _finish(trainer, metrics)
     return trainer
 
@@ -278,10 +277,10 @@ def _finish(trainer: TokenWeightedTrainer, metrics: dict[str, float]) -> None:
             f"({int(metrics['eval_predicted_tokens']):,} tokens); unigram entropy of these tokens "
             f"{metrics['eval_unigram_entropy']:.3f}",
         )
-    if "train_runtime" in metrics:
+    if "train_seconds_to_first_step" in metrics:
         announce(
             trainer.args,
-            f"first step {metrics.get('train_seconds_to_first_step', math.nan):.1f} s after the start, "
+            f"first step {metrics['train_seconds_to_first_step']:.1f} s after the start, "
             f"{metrics['train_runtime']:.1f} s of training; everything is in {trainer.args.output_dir}",
         )
     if trainer.args.push_to_hub:

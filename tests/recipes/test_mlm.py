@@ -175,6 +175,13 @@ def test_evaluation_only(text_files, tmp_path):
     assert trainer.state.global_step == 0
 
 
+def test_training_without_held_out_text(text_files, tmp_path):
+    trainer = mlm.main(words(text_files["txt"], tmp_path, "--validation_split_percentage", "0", "--do_eval", "false"))
+    assert len(history(trainer, "loss")) == 4
+    assert history(trainer, "eval_loss") == []
+    assert "eval_loss" not in json.loads((tmp_path / "all_results.json").read_text())
+
+
 def launch(*command, cache, folder, **environment):
     environment = {
         **os.environ,
