@@ -24,6 +24,7 @@ from .attention import (
     Part,
     find_attention_layers,
     select_layers,
+    storage_name,
 )
 
 
@@ -236,6 +237,12 @@ def choose_layers(model: nn.Module, init: SymmetricInit) -> list[AttentionLayer]
             raise ValueError(
                 f"Scheme 'symmetric' cannot serve {layer.name!r} ({layer.kind}-attention): its queries are made from "
                 f"{widths[0]} channels and its keys from {widths[1]}. Choose the layers with `layers` or `attention`."
+            )
+        storages = {storage_name(layer.holder(part)) for part in ("query", "key")} - {"plain"}
+        if storages:
+            raise ValueError(
+                f"{layer.name!r} holds Q or K as {', '.join(sorted(storages))}, which can be scored but not written; "
+                "initialise the model before adapters are added or weights are quantised."
             )
         if init.distribution is not None and not layer.has("value"):
             raise ValueError(

@@ -13,7 +13,7 @@ from .layouts import (
     unregister_qk_layout,
 )
 from .selection import ATTENTION_KINDS, AttentionKind, LayerChoice, select_layers
-from .tensors import full_shape, whole_parameters
+from .tensors import full_shape, linear_shape, storage_name, whole_linears, whole_parameters
 
 
 __all__ = [
@@ -31,8 +31,11 @@ __all__ = [
     "find_attention_layers",
     "full_shape",
     "layouts",
+    "linear_shape",
     "register_qk_layout",
     "select_layers",
+    "storage_name",
     "unregister_qk_layout",
+    "whole_linears",
     "whole_parameters",
 ]

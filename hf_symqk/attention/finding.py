@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .layouts import HeadShape, Part, Projection, QKLayout, layouts
-from .tensors import full_shape, whole_parameters
+from .tensors import LinearTensors, full_shape, linear_shape, whole_linears, whole_parameters
 
 
 __all__ = ["AttentionLayer", "HeadTensors", "find_attention_layers"]
@@ -84,9 +84,9 @@ class AttentionLayer:
         """Width `D` of the stream that the part is projected from."""
         return _widths(self.module, self.projection(part))[1]
 
-    def parameters(self, part: Part) -> list[nn.Parameter]:
-        """Parameters that hold the part: the projection's weight and, if there is one, its bias."""
-        return list(_parameters(self.module, self.projection(part)).values())
+    def holder(self, part: Part) -> nn.Module:
+        """Submodule that holds the part's projection: a linear map, perhaps adapted, quantised or sharded."""
+        return self.module.get_submodule(self.projection(part).module)
 
     @contextmanager
     def tensors(self, *parts: Part, write: bool = False) -> Iterator[dict[Part, HeadTensors]]:
@@ -97,14 +97,16 @@ class AttentionLayer:
             parts (`str`):
                 Any of `"query"`, `"key"`, `"value"`.
             write (`bool`, *optional*, defaults to `False`):
-                Whether in-place changes are to reach the parameters of a sharded model (see [`whole_parameters`]).
+                Whether in-place changes are to reach the parameters (see [`whole_linears`]).
 
         Yields:
-            `dict[str, HeadTensors]`: Views, no copies, unless an engine shards the parameters.
+            `dict[str, HeadTensors]`: Views, no copies, unless the weights are sharded, adapted or quantised.
+
+        Raises:
+            ValueError: if the weights cannot be read (or written) as they are stored.
         """
-        parameters = [parameter for part in parts for parameter in self.parameters(part)]
-        with whole_parameters(parameters, write=write) as whole:
-            yield {part: self._split(part, whole) for part in parts}
+        with whole_linears([self.holder(part) for part in parts], write=write) as linears:
+            yield {part: self._split(part, linears[self.holder(part)]) for part in parts}
 
     @contextmanager
     def query_key_weights(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -115,32 +117,29 @@ class AttentionLayer:
             `tuple[torch.Tensor, torch.Tensor]`: Views where there is nothing to fold.
 
         Raises:
-            ValueError: if a query or key norm holds parameters that are not one gain per channel.
+            ValueError: if the weights cannot be read as they are stored, or a query or key norm holds parameters that
+            are
+                not one gain per channel.
         """
         norms = [
             next((module for name in names if (module := getattr(self.module, name, None)) is not None), None)
             for names in (self.layout.query_norms, self.layout.key_norms)
         ]
         gains = [parameter for norm in norms if norm is not None for parameter in norm.parameters()]
-        parameters = [*self.parameters("query"), *self.parameters("key"), *gains]
-        with whole_parameters(parameters) as whole:
-            weights = [self._split(part, whole).weight for part in ("query", "key")]
-            yield tuple(  # type: ignore[misc]
-                weight if norm is None else self._fold(weight, norm, whole)
-                for weight, norm in zip(weights, norms, strict=True)
-            )
+        with whole_parameters(gains) as whole, self.tensors("query", "key") as tensors:
+            w_q, w_k = tensors["query"].weight, tensors["key"].weight
+            yield self._fold(w_q, norms[0], whole), self._fold(w_k, norms[1], whole)
 
-    def _split(self, part: Part, whole: dict[nn.Parameter, Tensor]) -> HeadTensors:
+    def _split(self, part: Part, linear: LinearTensors) -> HeadTensors:
         projection = self.projection(part)
-        held = {name: whole[parameter] for name, parameter in _parameters(self.module, projection).items()}
-        weight = held["weight"].mT if projection.transposed else held["weight"]
-        bias = held.get("bias")
+        weight = linear.weight.mT if projection.transposed else linear.weight
         select = projection.rows.select
-        return HeadTensors(select(weight, self.heads), None if bias is None else select(bias, self.heads))
+        bias = None if linear.bias is None else select(linear.bias, self.heads)
+        return HeadTensors(select(weight, self.heads), bias)
 
-    def _fold(self, weight: Tensor, norm: nn.Module, whole: dict[nn.Parameter, Tensor]) -> Tensor:
-        parameters = dict(norm.named_parameters())
-        if not parameters:
+    def _fold(self, weight: Tensor, norm: nn.Module | None, whole: dict[nn.Parameter, Tensor]) -> Tensor:
+        parameters = {} if norm is None else dict(norm.named_parameters())
+        if norm is None or not parameters:
             return weight
         heads, head_dim = weight.shape[:2]
         gain = parameters.get("weight")
@@ -214,15 +213,11 @@ def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, PreTrainedConfig |
         yield name, module, own if isinstance(own, PreTrainedConfig) else configs[path]
 
 
-def _parameters(module: nn.Module, projection: Projection) -> dict[str, nn.Parameter]:
-    linear = module.get_submodule(projection.module)
-    named = {"weight": getattr(linear, "weight", None), "bias": getattr(linear, "bias", None)}
-    return {name: parameter for name, parameter in named.items() if isinstance(parameter, nn.Parameter)}
-
-
 def _widths(module: nn.Module, projection: Projection) -> tuple[int, int]:
     """Output rows and input width of a projection."""
-    rows, width = full_shape(_parameters(module, projection)["weight"])
+    shape = linear_shape(module.get_submodule(projection.module))
+    assert shape is not None, "asked only of projections that `_has` has seen"
+    rows, width = shape
     return (width, rows) if projection.transposed else (rows, width)
 
 
@@ -230,10 +225,10 @@ def _has(module: nn.Module, projection: Projection) -> bool:
     if projection.module.partition(".")[0] not in module._modules:
         return False
     try:
-        weight = _parameters(module, projection).get("weight")
+        holder = module.get_submodule(projection.module)
     except AttributeError:
         return False
-    return weight is not None and len(full_shape(weight)) == 2
+    return linear_shape(holder) is not None
 
 
 def _attribute(names: tuple[str, ...], *holders: Any) -> int | None:

@@ -1,20 +1,32 @@
 """
 A whole tensor from whatever holds it: plain parameters, DTensors (FSDP2, tensor parallel), DeepSpeed ZeRO-3
-partitions.
+partitions, LoRA and DoRA adapters, quantised weights. The one place that knows how a weight is stored.
 
-Each of these is collective under an engine that shards: every rank has to come along.
+Gathering is collective under an engine that shards: every rank has to come along, and nothing that one rank alone
+could skip or fail in stands before it.
 """
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
-__all__ = ["full_shape", "whole_parameters"]
+__all__ = ["LinearTensors", "full_shape", "linear_shape", "storage_name", "whole_linears", "whole_parameters"]
+
+
+class LinearTensors(NamedTuple):
+    """Weight of a linear map as it is stored, `(O, D)` or (Conv1D) `(D, O)`, and its bias `(O,)` or `None`."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+Whole = Mapping[nn.Parameter, Tensor]
 
 
 def full_shape(parameter: Tensor) -> torch.Size:
@@ -30,22 +42,74 @@ def full_shape(parameter: Tensor) -> torch.Size:
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
+def linear_shape(holder: nn.Module) -> torch.Size | None:
+    """
+    Shape of the weight matrix that a module holds in any form.
+
+    Args:
+        holder (`torch.nn.Module`): A linear map: plain, sharded, adapted or quantised.
+
+    Returns:
+        `torch.Size`: Two dimensions, in the order of storage; `None` if the module holds no matrix.
+
+    Raises:
+        ValueError: if the module is sharded by FSDP1, which tells no shapes of its parts.
+    """
+    return _storage(holder).shape(holder)
+
+
+@contextmanager
+def whole_linears(holders: Sequence[nn.Module], *, write: bool = False) -> Iterator[dict[nn.Module, LinearTensors]]:
+    """
+    Whole effective weights of linear maps, for reading or for writing.
+
+    Args:
+        holders (`Sequence[torch.nn.Module]`):
+            The linear maps.
+        write (`bool`, *optional*, defaults to `False`):
+            Whether what is written in place to the tensors is to reach the parameters, which has to be plain storage
+            (see [`storage_name`]). Under ZeRO-3 the values of rank 0 count.
+
+    Yields:
+        `dict[torch.nn.Module, LinearTensors]`: The parameters themselves where they are whole already (no copy); else
+        new tensors, valid until the context ends.
+
+    Raises:
+        ValueError: if a weight is on the meta device, is stored in a form that cannot be read, or (`write=True`) in
+        one
+            that cannot be written.
+    """
+    parameters = [parameter for holder in dict.fromkeys(holders) for parameter in holder.parameters()]
+    with whole_parameters(parameters, write=write) as whole:
+        yield {holder: _storage(holder).read(holder, whole) for holder in holders}
+
+
+def storage_name(holder: nn.Module) -> str:
+    """
+    Name of the form in which a linear map is stored.
+
+    Args:
+        holder (`torch.nn.Module`): The linear map.
+
+    Returns:
+        `str`: `"plain"` (which alone can be written), `"PEFT adapter"`, `"bitsandbytes"`, `"torchao"` or `"packed"`.
+    """
+    return _storage(holder).name
+
+
 @contextmanager
 def whole_parameters(
     parameters: Sequence[nn.Parameter], *, write: bool = False
 ) -> Iterator[dict[nn.Parameter, Tensor]]:
     """
-    Makes whole tensors of parameters, for reading or for writing.
+    Whole tensors of parameters; see [`whole_linears`] for the arguments.
 
     Args:
-        parameters (`Sequence[torch.nn.Parameter]`):
-            The parameters; they may be sharded or partitioned.
-        write (`bool`, *optional*, defaults to `False`):
-            Whether what is written in place to the tensors is to reach the parameters. Under ZeRO-3 the values of rank
-            0 count.
+        parameters (`Sequence[torch.nn.Parameter]`): The parameters; they may be sharded or partitioned.
+        write (`bool`, *optional*, defaults to `False`): Whether in-place changes are to reach the parameters.
 
     Yields:
-        `dict`: The whole tensor of each parameter: itself where it is whole already (no copy).
+        `dict[torch.nn.Parameter, torch.Tensor]`
 
     Raises:
         ValueError: if a parameter is on the meta device, where it has no values.
@@ -58,11 +122,12 @@ def whole_parameters(
     else:
         gathered = nullcontext()
     with gathered, torch.no_grad():
-        tensors: dict[nn.Parameter, Tensor] = {}
-        for parameter in parameters:
-            if parameter.is_meta:
-                raise ValueError("The parameter is on the meta device and has no values; materialise the model first.")
-            tensors[parameter] = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+        tensors: dict[nn.Parameter, Tensor] = {
+            parameter: parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+            for parameter in parameters
+        }
+        if any(tensor.is_meta for tensor in tensors.values()):
+            raise ValueError("The weights are on the meta device and have no values; materialise the model first.")
         yield tensors
         if write:
             for parameter, tensor in tensors.items():
@@ -77,3 +142,175 @@ def _is_partitioned(parameter: nn.Parameter) -> bool:
     # partition it under their feet.
     status: Any = parameter
     return status.ds_status.name != "AVAILABLE" or status.ds_persist
+
+
+# --- forms of storage ---------------------------------------------------------------------------------------------
+
+
+class _Storage(NamedTuple):
+    """A form in which a linear map is stored: how to tell it, the shape it stands for, and its effective tensors."""
+
+    name: str
+    holds: Callable[[nn.Module], bool]
+    shape: Callable[[nn.Module], torch.Size | None]
+    read: Callable[[nn.Module, Whole], LinearTensors]
+
+
+def _storage(holder: nn.Module) -> _Storage:
+    return next(storage for storage in _STORAGES if storage.holds(holder))
+
+
+def _held(holder: nn.Module, name: str) -> Tensor | None:
+    tensor = getattr(holder, name, None)
+    return tensor if isinstance(tensor, Tensor) else None
+
+
+def _bias(holder: nn.Module, whole: Whole) -> Tensor | None:
+    bias = _held(holder, "bias")
+    return None if bias is None else whole.get(bias, bias.detach())  # type: ignore[call-overload]
+
+
+def _out_in(holder: nn.Module) -> torch.Size | None:
+    features: list[Any] = [getattr(holder, name, None) for name in ("out_features", "in_features")]
+    return torch.Size(features) if all(isinstance(number, int) for number in features) else None
+
+
+# Plain: a floating point matrix with nothing beside it that its values would have to be multiplied by.
+
+
+def _is_plain(holder: nn.Module) -> bool:
+    weight = _held(holder, "weight")
+    if weight is None or not weight.is_floating_point() or _is_foreign(weight):
+        return False
+    return not any("scale" in name for name, _ in _own_tensors(holder))
+
+
+def _own_tensors(holder: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from holder.named_parameters(recurse=False)
+    yield from holder.named_buffers(recurse=False)
+
+
+def _is_foreign(weight: Tensor) -> bool:
+    """A tensor class of some library, whose values are not simply its entries."""
+    return not type(weight.data).__module__.startswith("torch.") and type(weight.data) is not Tensor
+
+
+def _plain_shape(holder: nn.Module) -> torch.Size | None:
+    weight = _held(holder, "weight")
+    if weight is None:
+        return None
+    if getattr(weight, "_fsdp_flattened", False):
+        raise ValueError(
+            "The model is sharded by FSDP1 (`FullyShardedDataParallel`), which keeps no whole or shaped parameters. Use "
+            "FSDP2 (`fully_shard`; `fsdp_version: 2` in accelerate), whose weights can be read."
+        )
+    shape = full_shape(weight)
+    return shape if len(shape) == 2 else None
+
+
+def _read_plain(holder: nn.Module, whole: Whole) -> LinearTensors:
+    weight: Any = _held(holder, "weight")
+    return LinearTensors(whole.get(weight, weight.detach()), _bias(holder, whole))
+
+
+# Adapters: LoRA and DoRA as base + scaling · B A, without merging.
+
+
+def _is_adapted(holder: nn.Module) -> bool:
+    peft = sys.modules.get("peft")  # not imported: no module can be one of its layers
+    return peft is not None and isinstance(holder, peft.tuners.tuners_utils.BaseTunerLayer)
+
+
+def _adapted_shape(holder: Any) -> torch.Size | None:
+    return linear_shape(holder.base_layer)
+
+
+def _read_adapted(holder: Any, whole: Whole) -> LinearTensors:
+    base = _storage(holder.base_layer).read(holder.base_layer, whole)
+    if holder.merged:
+        if holder.disable_adapters:
+            raise ValueError(
+                f"The adapters {holder.merged_adapters} of {type(holder).__name__} are merged and disabled at once; "
+                "unmerge them first."
+            )
+        return base
+    if holder.disable_adapters:
+        return base
+    weight = base.weight.to(torch.promote_types(base.weight.dtype, torch.float32))
+    effective = weight
+    for adapter in holder.active_adapters:
+        if adapter not in getattr(holder, "lora_A", {}):
+            if any(adapter in getattr(holder, name, {}) for name in holder.adapter_layer_names):
+                raise ValueError(
+                    f"Adapter {adapter!r} is a {type(holder).__module__}.{type(holder).__name__}: {_MERGE}"
+                )
+            continue  # this adapter does not touch this layer
+        variant = holder.lora_variant.get(adapter)
+        down, up = (whole[side[adapter].weight].to(weight.dtype) for side in (holder.lora_A, holder.lora_B))
+        delta = holder.scaling[adapter] * (up @ down)
+        transposed = holder.fan_in_fan_out
+        delta = delta.mT if transposed else delta
+        if variant is None:
+            effective = effective + delta
+        elif type(variant).__name__ == "DoraLinearVariant" or getattr(variant, "__name__", "") == "DoraLinearVariant":
+            magnitude = whole[holder.lora_magnitude_vector[adapter].weight].to(weight.dtype)
+            # The norm is that of the base with this adapter alone, whatever other adapters did before (as in PEFT).
+            norm = torch.linalg.vector_norm(weight + delta, dim=0 if transposed else 1)
+            ratio = (magnitude / norm).unsqueeze(0 if transposed else 1)
+            effective = ratio * (effective + delta)
+        else:
+            name = getattr(variant, "__name__", type(variant).__name__)
+            raise ValueError(f"Adapter {adapter!r} is a LoRA variant ({name}): {_MERGE}")
+    return LinearTensors(effective, base.bias)
+
+
+_MERGE = "its effective weight is not known here. Merge it (`merge_and_unload`) before scoring."
+
+
+# Quantised: dequantised here, one linear map at a time.
+
+
+def _is_bitsandbytes(holder: nn.Module) -> bool:
+    weight = _held(holder, "weight")
+    quantised = type(weight).__name__ in ("Params4bit", "Int8Params")
+    return quantised and weight is not None and not weight.is_floating_point()
+
+
+def _read_bitsandbytes(holder: nn.Module, whole: Whole) -> LinearTensors:
+    from transformers.integrations.bitsandbytes import dequantize_bnb_weight
+
+    weight: Any = holder.weight
+    state: Any = getattr(holder, "state", None)
+    return LinearTensors(dequantize_bnb_weight(weight, state).view(_out_in(holder)), _bias(holder, whole))
+
+
+def _is_torchao(holder: nn.Module) -> bool:
+    weight = _held(holder, "weight")
+    return weight is not None and type(weight.data).__module__.startswith("torchao.")
+
+
+def _read_torchao(holder: nn.Module, whole: Whole) -> LinearTensors:
+    weight: Any = holder.weight
+    return LinearTensors(weight.dequantize(), _bias(holder, whole))
+
+
+def _packed_shape(holder: nn.Module) -> torch.Size | None:
+    # Only modules that hold something and say what matrix it stands for; others (norms, dropout) are no linear maps.
+    return _out_in(holder) if any(True for _ in _own_tensors(holder)) else None
+
+
+def _read_packed(holder: nn.Module, whole: Whole) -> LinearTensors:
+    held = ", ".join(f"{name} ({tensor.dtype})".replace("torch.", "") for name, tensor in _own_tensors(holder))
+    raise ValueError(
+        f"{type(holder).__module__}.{type(holder).__name__} stores its weight as {held}; this packed form cannot be "
+        "dequantised here. Load the model without quantisation, or dequantise it first (`model.dequantize()`)."
+    )
+
+
+_STORAGES = (
+    _Storage("PEFT adapter", _is_adapted, _adapted_shape, _read_adapted),
+    _Storage("bitsandbytes", _is_bitsandbytes, _out_in, _read_bitsandbytes),
+    _Storage("torchao", _is_torchao, _plain_shape, _read_torchao),
+    _Storage("plain", _is_plain, _plain_shape, _read_plain),
+    _Storage("packed", lambda holder: True, _packed_shape, _read_packed),
+)

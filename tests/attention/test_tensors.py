@@ -26,7 +26,9 @@ def test_fully_sharded_model_scores_and_initialises_as_a_plain_one(name, mesh):
     plain, sharded = BY_NAME[name].build(), BY_NAME[name].build()
     for layer in find_attention_layers(sharded):
         fully_shard(layer.module, mesh=mesh)
-    assert all(isinstance(p, DTensor) for layer in find_attention_layers(sharded) for p in layer.parameters("query"))
+    assert all(
+        isinstance(p, DTensor) for layer in find_attention_layers(sharded) for p in layer.holder("query").parameters()
+    )
     assert score_model(sharded).to_dict()["layers"] == score_model(plain).to_dict()["layers"]
     apply_qk_init(plain)
     apply_qk_init(sharded)
