@@ -259,7 +259,9 @@ def _report_scores(trainer: TokenWeightedTrainer, first: hf_symqk.QKScores) -> N
     table = compare_scores(first, hf_symqk.score_model(model))
     if trainer.is_world_process_zero():
         path = write_score_table(table, str(trainer.args.output_dir))
-        print(f"\nW_qk before the first step and after the last ({path}):")
+        # `load_best_model_at_end` has put another step's weights back by now.
+        last = "of the best checkpoint" if trainer.args.load_best_model_at_end else "after the last"
+        print(f"\nW_qk before the first step and {last} ({path}):")
         print(table.to_string(index=False, float_format=lambda value: f"{value:.3f}"), flush=True)
 
 

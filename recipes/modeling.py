@@ -114,6 +114,9 @@ def build_config(
         except (OSError, ValueError) as error:
             raise RecipeError(f"config_name={arguments.config_name!r} cannot be loaded: {error}") from error
         model_type, source = values.pop("model_type", None), f"config_name={arguments.config_name!r}"
+        carried = values.pop("qk_init", None)
+        if carried is not None:
+            logger.warning("%s carries qk_init=%s: the argument qk_init replaces it", source, carried)
     else:
         model_type = arguments.model_type or DEFAULT_MODEL_TYPE
         values = dict(DEFAULT_SHAPE) if arguments.model_type is None else {}

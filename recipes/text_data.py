@@ -325,7 +325,7 @@ def _with_text(part: datasets.Dataset, column: str, what: str) -> datasets.Datas
     if len(kept) == 0:
         raise RecipeError(f"{what} is empty: none of its {len(part)} documents has any text in column {column!r}.")
     if len(kept) < len(part):
-        logger.info("%d of %d documents of %s are empty and dropped", len(part) - len(kept), len(part), what)
+        logger.warning("%d of the %d documents of %s are empty: dropped", len(part) - len(kept), len(part), what)
     return kept
 
 
@@ -342,6 +342,7 @@ def _hold_out_of_stream(
     if first is None:
         raise RecipeError(f"{what} is empty: give a file or split with text.")
     _check_column(train, column, what, list(first))
+    train = train.filter(_has_text, input_columns=[column])
     count = arguments.stream_validation_documents
     if held_out is not None:
         rows = held_out.take(count) if count else held_out
@@ -349,13 +350,11 @@ def _hold_out_of_stream(
         if not held:
             raise RecipeError(f"the validation split of {source!r} has no text in column {column!r}.")
     else:
-        train = train.filter(_has_text, input_columns=[column])
         held = [row[column] for row in train.take(count)]
         train = train.skip(count)
-    if next(iter(train.filter(_has_text, input_columns=[column]).take(1)), None) is None:
+    if next(iter(train), None) is None:
         raise RecipeError(
             f"{what} has no text beyond the {len(held)} held-out documents: give more text, or lower "
             "--stream_validation_documents."
         )
-    train = train.filter(_has_text, input_columns=[column])
     return Documents(train, datasets.Dataset.from_dict({column: held}) if held else None, column)

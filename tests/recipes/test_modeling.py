@@ -103,3 +103,11 @@ def test_initialisation_is_passed_on_and_kept_in_the_config(tokenizer):
     assert "qk_init" in symmetric.config.to_dict()
     with pytest.raises(RecipeError, match="qk_init='symetric'"):
         build_model(made, "symetric", 64)
+
+
+def test_argument_replaces_the_initialisation_that_a_config_carries(tokenizer, tmp_path, caplog):
+    made = build_model(config(tokenizer, config_overrides=SMALL), "symmetric", 64)
+    made.config.save_pretrained(tmp_path)
+    again = build_model(config(tokenizer, config_name=str(tmp_path)), None, 64)
+    assert max(abs(layer.symmetry) for layer in hf_symqk.score_model(again).layers) < 0.5
+    assert "carries qk_init" in caplog.text
