@@ -7,12 +7,12 @@ the factors, `...` any leading (batch) dimensions.
 No `D × C` matrix is ever held. Two ways lead to the same sums, and the cheaper one is taken by shape:
 
 - *Gram*: with `G = leftᵀ left`, `K = rightᵀ right` and `M = rightᵀ left` (all `R × R`), `tr(W W) = tr(M M)`,
-  `‖W‖² = ⟨G, K⟩`, row norms² = `rowsum((left K) ∘ left)`, column norms² = `rowsum((right G) ∘ right)`: `10 D R²` operations.
+  `‖W‖² = ⟨G, K⟩`, row norms² = `rowsum((left K) ∘ left)`, column norms² = `rowsum((right G) ∘ right)`:
+  `10 D R²` operations.
 - *Tiles*: each pair of mirrored tiles of `W` is multiplied out, summed and dropped: `2 D² R` operations.
 """
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,11 +26,13 @@ __all__ = ["BilinearForm", "BilinearScores", "directionality_score", "symmetry_s
 # Scratch of one chunk in elements: on a CPU it should stay in the cache, on an accelerator it should fill the machine.
 _SCRATCH_ELEMENTS = {"cpu": 2**19}
 _SCRATCH_ELEMENTS_ACCELERATOR = 2**24
+# As many matrices share a chunk as leave each this many rows of its factors at a time.
+_MIN_BLOCK_ROWS = 1024
 # Edge of a tile: large enough for the matrix product to run at full rate, small enough to be summed in the cache.
 _TILE_EDGE = {"cpu": 512}
 _TILE_EDGE_ACCELERATOR = 2048
-# A relative error of ‖W‖² above this asks for a second pass in fp64 (scores are meant to be right to 1e-4).
-_MAX_RELATIVE_ERROR = 2e-5
+# So do squares of a factor beyond this (or below its inverse): products of two of them must stay in the range of fp32.
+_MAX_SIZE = 2.0**45
 
 
 class BilinearScores(NamedTuple):
@@ -41,6 +43,7 @@ class BilinearScores(NamedTuple):
     symmetry: Tensor
     directionality: Tensor
     frobenius_norm: Tensor
+    relative_error: Tensor
 
 
 @dataclass(frozen=True)
@@ -69,12 +72,13 @@ class BilinearForm:
     """
     The matrix `W = left @ right.mT`, kept as its two factors.
 
-    Query-key forms of attention are of this kind: for one head `left = W_q` and `right = W_k`, both `(D, E)`; for a layer
-    the heads' factors stand side by side, `(D, H·E)`. Rows of `W` belong to the query token, columns to the key token.
+    Query-key forms of attention are of this kind: for one head `left = W_q` and `right = W_k`, both `(D, E)`; for a
+    layer the heads' factors stand side by side, `(D, H·E)`. Rows of `W` belong to the query token, columns to the
+    key token.
 
     Sums are accumulated in fp32 (bf16 and fp16 factors are converted piece by piece, fp64 factors stay fp64) whatever
-    autocast or TF32 setting is in force, and repeated in fp64 where cancellation between the factors, or numbers beyond
-    the range of fp32, would spoil the result. Nothing is tracked by autograd.
+    autocast or TF32 setting is in force, and repeated in fp64 where cancellation between the factors, or numbers
+    beyond the range of fp32, would spoil the result. Nothing is tracked by autograd.
 
     Args:
         left (`torch.Tensor` of shape `(..., D, R)`):
@@ -102,6 +106,9 @@ class BilinearForm:
 
     ```
     """
+
+    # A relative error of ‖W‖² above this asks for a second pass in fp64: scores are meant to be right to 1e-4.
+    max_relative_error = 2e-5
 
     def __init__(self, left: Tensor, right: Tensor):
         for side, factor in (("left", left), ("right", right)):
@@ -162,9 +169,9 @@ class BilinearForm:
 
     def directionality_score(self, gamma: float = 2.0) -> Tensor:
         """
-        Directionality score `(R − C) / (R + C)`: R sums, over the rows whose norm exceeds `t = mean + gamma · std` of all
-        row norms (std with N − 1), the excess `norm − t`; C does the same over columns (arXiv:2502.10927, section 3,
-        definition of the directionality score, with the sign of its figures: columns are negative).
+        Directionality score `(R − C) / (R + C)`: R sums, over the rows whose norm exceeds `t = mean + gamma · std` of
+        all row norms (std with N − 1), the excess `norm − t`; C does the same over columns (arXiv:2502.10927, section
+        3, definition of the directionality score, with the sign of its figures: columns are negative).
 
         Args:
             gamma (`float`, *optional*, defaults to 2.0):
@@ -176,18 +183,22 @@ class BilinearForm:
         """
         return self._to_batch(_directionality(self._sums(), gamma))
 
-    def scores(self, gamma: float = 2.0) -> BilinearScores:
+    def scores(self, gamma: float = 2.0, careful: bool = True) -> BilinearScores:
         """
         Symmetry, directionality and Frobenius norm from one pass over the factors.
 
         Args:
             gamma (`float`, *optional*, defaults to 2.0): As in [`~BilinearForm.directionality_score`].
+            careful (`bool`, *optional*, defaults to `True`): Repeats in fp64 what fp32 cannot give. To know that, the
+                host waits for the device; with `False` it does not, and the caller looks at `relative_error`, an
+                estimate for ‖W‖²: above `BilinearForm.max_relative_error`, or NaN, the scores are not to be trusted.
 
         Returns:
             [`BilinearScores`]: Symmetry is NaN where W is not square; for the rest see the single scores.
         """
-        sums = self._sums()
-        return BilinearScores(*map(self._to_batch, (_symmetry(sums), _directionality(sums, gamma), _norm(sums))))
+        sums = self._sums(careful=careful)
+        values = (_symmetry(sums), _directionality(sums, gamma), _norm(sums), sums.relative_error)
+        return BilinearScores(*map(self._to_batch, values))
 
     def frobenius_norm(self) -> Tensor:
         """
@@ -228,7 +239,7 @@ class BilinearForm:
 
     def to_dense(self) -> Tensor:
         """
-        The matrix itself, `torch.Tensor` of shape `(..., D, C)` in the accumulation dtype. For tests and small matrices.
+        The matrix itself, `torch.Tensor` of shape `(..., D, C)` in the accumulation dtype, for small matrices.
         """
         with _exact_products(self.left.device):
             dtype = _accumulation_dtype(self.left, self.right)
@@ -237,32 +248,32 @@ class BilinearForm:
     def _require_square(self, what: str) -> None:
         if not self.is_square:
             raise ValueError(
-                f"The {what} needs a square matrix; this form has shape {tuple(self.shape)}: its rows and columns belong "
-                "to streams of different width."
+                f"The {what} needs a square matrix; this form has shape {tuple(self.shape)}: its rows and columns "
+                "belong to streams of different width."
             )
 
     def _to_batch(self, value: Tensor) -> Tensor:
         return value.reshape((*self.batch_shape, *value.shape[1:]))
 
     def _chunks(self, limit: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Views `(B, D, R)`, `(B, C, R)` of the factors, in batch order, `limit` or what the scratch allows at a time."""
-        left = self.left.expand(*self.batch_shape, *self.left.shape[-2:])
-        right = self.right.expand(*self.batch_shape, *self.right.shape[-2:])
-        limit = limit or max(1, _scratch(left) // (max(left.shape[-2], right.shape[-2]) * self.rank or 1))
+        """Views `(B, D, R)`, `(B, C, R)` of the factors, in batch order, `limit` or what the scratch allows."""
+        batch = [size for size in self.batch_shape if size != 1] or [1]
+        left, right = (
+            factor.expand(*self.batch_shape, *factor.shape[-2:]).view(*batch, *factor.shape[-2:])
+            for factor in (self.left, self.right)
+        )
+        limit = limit or max(1, _scratch(left) // (_MIN_BLOCK_ROWS * self.rank or 1))
         yield from _flat_chunks(left, right, limit)
 
-    def _sums(self, with_rows: bool = True) -> _Sums:
+    def _sums(self, with_rows: bool = True, careful: bool = True) -> _Sums:
         with _exact_products(self.left.device):
-            parts = [_chunk_sums(*chunk, _accumulation_dtype(*chunk), with_rows) for chunk in self._chunks()]
-            sums = _Sums.cat(parts)
-            error = sums.relative_error
-            doubtful = torch.nonzero((error != 0) & ~(error <= _MAX_RELATIVE_ERROR)).flatten().tolist()
-            if doubtful and error.dtype is not torch.float64:
+            sums = _Sums.cat([_chunk_sums(*chunk, _accumulation_dtype(*chunk), with_rows) for chunk in self._chunks()])
+            doubtful = torch.nonzero(~(sums.relative_error <= self.max_relative_error)).flatten() if careful else ()
+            if len(doubtful):
                 items = list(self._chunks(limit=1))
                 for index in doubtful:
-                    # fp64 does not exist on every accelerator; this path is rare enough to be walked on the host.
-                    item = [factor.cpu() if factor.device.type == "mps" else factor for factor in items[index]]
-                    sums.replace(index, _chunk_sums(*item, torch.float64, with_rows))
+                    left, right = items[index]
+                    sums.replace(index, _careful_sums(left, right, with_rows))
         return sums
 
 
@@ -299,10 +310,11 @@ def symmetry_score(w: Tensor | BilinearForm) -> Tensor:
     with torch.no_grad():
         w = w.to(_accumulation_dtype(w))
         w = w / _range(w)[..., None, None]
-        trace_of_square = w.new_zeros(w.shape[:-2])
+        trace_of_square, squared_norm = w.new_zeros(2, *w.shape[:-2])
         for rows in _row_blocks(w):  # a block at a time: w * w.mT would be a second matrix
             trace_of_square += (w[..., rows, :] * w[..., rows].mT).sum((-2, -1))
-        return _ratio(trace_of_square, torch.linalg.vector_norm(w, dim=(-2, -1)).square())
+            squared_norm += w[..., rows, :].square().sum((-2, -1))
+        return _ratio(trace_of_square, squared_norm)
 
 
 def directionality_score(w: Tensor | BilinearForm, gamma: float = 2.0) -> Tensor:
@@ -397,64 +409,98 @@ def _chunk_sums(left: Tensor, right: Tensor, dtype: torch.dtype, with_rows: bool
     return _gram_sums(left, right, dtype, with_rows)
 
 
-def _gram_sums(left: Tensor, right: Tensor, dtype: torch.dtype, with_rows: bool) -> _Sums:
-    left_range, right_range = _range(left).to(dtype), _range(right).to(dtype)
-    left_gram = _gram(left, dtype) / left_range.square()[:, None, None]
-    right_gram = _gram(right, dtype) / right_range.square()[:, None, None]
-    squared_norm = (left_gram * right_gram).sum((-2, -1))
-    if left.shape[-2] == right.shape[-2]:
-        cross = (right.to(dtype).mT @ left.to(dtype)) / (left_range * right_range)[:, None, None]
-        trace_of_square = (cross * cross.mT).sum((-2, -1))
-    else:
-        trace_of_square = torch.full_like(squared_norm, torch.nan)
-    # Terms of ⟨G, K⟩ can cancel down to ‖W‖² from sizes of up to ‖G‖‖K‖, each rounded to eps.
-    bound = torch.linalg.vector_norm(left_gram, dim=(-2, -1)) * torch.linalg.vector_norm(right_gram, dim=(-2, -1))
-    empty = left.new_zeros(left.shape[0], 0, dtype=dtype)
-    return _finish(
-        trace_of_square,
-        squared_norm,
-        _weighted_row_squares(left, right_gram, left_range) if with_rows else empty,
-        _weighted_row_squares(right, left_gram, right_range) if with_rows else empty,
-        left_range * right_range,
-        2 * bound,
+def _careful_sums(left: Tensor, right: Tensor, with_rows: bool) -> _Sums:
+    """Sums of a single matrix in fp64, whatever the range of its numbers; `scale` makes `squared_norm` 1."""
+    # fp64 does not exist on every accelerator; this path is rare enough to be walked on the host.
+    left, right = (
+        factor.to("cpu" if factor.device.type == "mps" else factor.device).double() for factor in (left, right)
+    )
+    left_range, right_range = _range(left), _range(right)
+    sums = _chunk_sums(left / left_range[:, None, None], right / right_range[:, None, None], torch.float64, with_rows)
+    square = torch.where(sums.squared_norm == 0, torch.ones_like(sums.squared_norm), sums.squared_norm)
+    return _Sums(
+        sums.trace_of_square / square,
+        sums.squared_norm / square,
+        sums.row_squares / square[:, None],
+        sums.column_squares / square[:, None],
+        square.sqrt() * left_range * right_range,
+        sums.relative_error,
     )
 
 
-def _gram(factor: Tensor, dtype: torch.dtype) -> Tensor:
-    if factor.stride(0) == 0 and factor.shape[0] > 1:  # a key head shared by a group of query heads: once is enough
-        return _gram(factor[:1], dtype).expand(factor.shape[0], -1, -1)
-    factor = factor.to(dtype)
-    return factor.mT @ factor
+def _gram_sums(left: Tensor, right: Tensor, dtype: torch.dtype, with_rows: bool) -> _Sums:
+    left_gram, right_gram, cross = _grams(left, right, dtype)
+    trace_of_square = (cross * cross.mT).sum((-2, -1))
+    squared_norm = (left_gram * right_gram).sum((-2, -1))
+    empty = cross.new_empty(left.shape[0], 0)
+    # Terms of ⟨G, K⟩ can cancel down to ‖W‖² from sizes of up to ‖G‖‖K‖, each rounded to eps.
+    sizes = [torch.linalg.vector_norm(gram, dim=(-2, -1)).expand(left.shape[0]) for gram in (left_gram, right_gram)]
+    error = 2 * torch.finfo(dtype).eps * sizes[0] * sizes[1]
+    return _checked(
+        trace_of_square,
+        squared_norm,
+        _row_squares(left, right_gram) if with_rows else empty,
+        _row_squares(right, left_gram) if with_rows else empty,
+        sizes=sizes,
+        error=error,
+        noise=8 * error,
+    )
 
 
-def _weighted_row_squares(factor: Tensor, gram: Tensor, scale: Tensor) -> Tensor:
-    """Row norms² of `factor @ other.mT` where `gram = otherᵀ other`, both divided by their ranges."""
-    squares = factor.new_empty(factor.shape[:-1], dtype=gram.dtype)
+def _grams(left: Tensor, right: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """
+    leftᵀ left, rightᵀ right and rightᵀ left (NaN if their rows differ in number). The first two have one entry only
+    where all matrices share the factor, as the query heads of a group share their keys.
+    """
+    size, dims, rank = left.shape
+    once_left, once_right = (factor[:1] if factor.stride(0) == 0 else factor for factor in (left, right))
+    left_gram, right_gram, cross = (
+        left.new_zeros(count, rank, rank, dtype=dtype) for count in (once_left.shape[0], once_right.shape[0], size)
+    )
+    # Blocks bound the size of converted copies; without any, one long product each is faster.
+    whole = left.dtype is right.dtype is dtype
+    for rows in [slice(None)] if whole else _row_blocks(left if dims > right.shape[1] else right):
+        a, b = (
+            once_left[:, rows].to(dtype),
+            once_right[:, rows].to(dtype),
+        )  # past its end a shorter factor adds nothing
+        left_gram.baddbmm_(a.mT, a)
+        right_gram.baddbmm_(b.mT, b)
+        if dims == right.shape[1]:
+            cross.baddbmm_(b.mT.expand(size, -1, -1), a.expand(size, -1, -1))
+    return left_gram, right_gram, cross if dims == right.shape[1] else cross.fill_(torch.nan)
+
+
+def _row_squares(factor: Tensor, gram: Tensor) -> Tensor:
+    """Row norms² of `factor @ other.mT`, where `gram = otherᵀ other`."""
+    squares = gram.new_empty(factor.shape[:-1])
     for rows in _row_blocks(factor):
         block = factor[:, rows].to(gram.dtype)
-        squares[:, rows] = ((block @ gram) * block).sum(-1)
-    return (squares / scale.square()[:, None]).clamp_(min=0)  # rounding may leave a zero row below zero
+        # Along the memory of the factor (weights of linear layers lie the second way): elementwise steps then stream.
+        if block.stride(-1) == 1:
+            squares[:, rows] = (block @ gram).mul_(block).sum(-1)
+        else:
+            squares[:, rows] = (gram @ block.mT).mul_(block.mT).sum(-2)
+    return squares.clamp_(min=0)  # rounding may leave a zero row below zero
 
 
 def _tile_sums(left: Tensor, right: Tensor, dtype: torch.dtype) -> _Sums:
     size = left.shape[0]
-    left_range, right_range = _range(left).to(dtype), _range(right).to(dtype)
-    scale = left_range * right_range
     row_squares, column_squares = left.new_zeros(2, size, dtype=dtype)
     trace_of_square = left.new_zeros((), dtype=dtype)
-    factor_squares = left.new_zeros(2, dtype=dtype)
+    left_squares, right_squares = left.new_zeros(2, dtype=dtype)
     edge = _TILE_EDGE.get(left.device.type, _TILE_EDGE_ACCELERATOR)
     blocks = [slice(start, min(start + edge, size)) for start in range(0, size, edge)]
     for i, rows in enumerate(blocks):
         left_rows, right_rows = left[rows].to(dtype), right[rows].to(dtype)
-        factor_squares[0] += torch.linalg.vector_norm(left_rows / left_range).square()
-        factor_squares[1] += torch.linalg.vector_norm(right_rows / right_range).square()
+        left_squares += torch.linalg.vector_norm(left_rows).square()
+        right_squares += torch.linalg.vector_norm(right_rows).square()
         for columns in blocks[i:]:
-            tile = (left_rows @ right[columns].to(dtype).mT).div_(scale)  # W[rows, columns]
+            tile = left_rows @ right[columns].to(dtype).mT  # W[rows, columns]
             if columns == rows:
                 trace_of_square += (tile * tile.mT).sum()
             else:
-                mirror = (right_rows @ left[columns].to(dtype).mT).div_(scale)  # W[columns, rows] transposed
+                mirror = right_rows @ left[columns].to(dtype).mT  # W[columns, rows] transposed
                 trace_of_square += 2 * (tile * mirror).sum()
                 mirror.square_()
                 column_squares[rows] += mirror.sum(1)
@@ -463,26 +509,42 @@ def _tile_sums(left: Tensor, right: Tensor, dtype: torch.dtype) -> _Sums:
             row_squares[rows] += tile.sum(1)
             column_squares[columns] += tile.sum(0)
     squared_norm = row_squares.sum()
-    # Each entry of W is rounded to eps · ‖row of left‖‖row of right‖, and these errors are independent.
-    bound = (squared_norm * factor_squares.prod()).sqrt() / math.sqrt(size)
-    values = (trace_of_square, squared_norm, row_squares, column_squares, scale, bound)
-    return _finish(*(value.unsqueeze(0) for value in values))
+    # Each entry of W is rounded to eps · ‖row of left‖‖row of right‖; in ‖W‖² these errors are independent.
+    noise = torch.finfo(dtype).eps ** 2 * left_squares * right_squares
+    return _checked(
+        trace_of_square[None],
+        squared_norm[None],
+        row_squares[None],
+        column_squares[None],
+        sizes=(left_squares[None], right_squares[None]),
+        error=(squared_norm * noise / size).sqrt()[None],
+        noise=64 * noise[None],
+    )
 
 
-def _finish(
-    trace_of_square: Tensor, squared_norm: Tensor, rows: Tensor, columns: Tensor, scale: Tensor, bound: Tensor
+def _checked(
+    trace_of_square: Tensor,
+    squared_norm: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    sizes: Iterable[Tensor],
+    error: Tensor,
+    noise: Tensor,
 ) -> _Sums:
-    eps = torch.finfo(squared_norm.dtype).eps
-    squared_norm = squared_norm.clamp(min=0)  # a sum that cancels may end below zero
+    """
+    The sums with their relative error, from the expected absolute `error` of ‖W‖², the ‖W‖² that rounding alone could
+    leave (`noise`), and the `sizes` of the factors' squares.
+    """
     if squared_norm.dtype is torch.float64:
         # What is left in fp64 after cancelling to its last digits is rounding, not a matrix.
-        vanishes = squared_norm <= 8 * eps * bound
-        squared_norm = squared_norm.masked_fill(vanishes, 0)
-        trace_of_square = trace_of_square.masked_fill(vanishes, 0)
+        vanishes = squared_norm <= noise
+        trace_of_square, squared_norm = (sum_.masked_fill(vanishes, 0) for sum_ in (trace_of_square, squared_norm))
         rows, columns = (side.masked_fill(vanishes[:, None], 0) for side in (rows, columns))
-    # 0 for a factor that is zero: the result is exact. Infinite (0 left of a non-zero bound) asks for the second pass.
-    relative_error = torch.where(bound == 0, torch.zeros_like(bound), eps * bound / squared_norm)
-    return _Sums(trace_of_square, squared_norm, rows, columns, scale, relative_error)
+    in_range = torch.ones_like(error, dtype=torch.bool)
+    for size in sizes:
+        in_range &= (size > 1 / _MAX_SIZE) & (size < _MAX_SIZE)
+    relative_error = torch.where(in_range & (squared_norm > 0), error / squared_norm, torch.inf)
+    return _Sums(trace_of_square, squared_norm, rows, columns, torch.ones_like(error), relative_error)
 
 
 # --- precision and memory -----------------------------------------------------------------------------------------
@@ -512,9 +574,7 @@ def _row_blocks(matrix: Tensor) -> Iterator[slice]:
 
 def _flat_chunks(left: Tensor, right: Tensor, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
     # Dimension by dimension: flattening an expanded (stride 0) batch would copy the keys of each group.
-    if left.ndim == 2:
-        yield left.unsqueeze(0), right.unsqueeze(0)
-    elif left.ndim == 3:
+    if left.ndim == 3:
         yield from zip(left.split(limit), right.split(limit), strict=True)
     else:
         for a, b in zip(left, right, strict=True):
@@ -529,7 +589,9 @@ def _exact_products(device: torch.device) -> Iterator[None]:
         if torch.amp.is_autocast_available(device.type):
             stack.enter_context(torch.autocast(device.type, enabled=False))
         backends = (torch.backends.cuda, torch.backends.mkldnn)
-        matmuls = [backend.matmul for backend in backends if hasattr(getattr(backend, "matmul", None), "fp32_precision")]
+        matmuls = [
+            backend.matmul for backend in backends if hasattr(getattr(backend, "matmul", None), "fp32_precision")
+        ]
         if matmuls:
             for matmul in matmuls:
                 stack.callback(setattr, matmul, "fp32_precision", matmul.fp32_precision)
