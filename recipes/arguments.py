@@ -94,7 +94,7 @@ class DataArguments:
     )
     validation_split_percentage: float = dataclasses.field(
         default=5.0,
-        metadata={"help": "Documents (%) held out where the data has no validation split. The same in every run."},
+        metadata={"help": "Documents (%%) held out where the data has no validation split. The same in every run."},
     )
     block_size: int = dataclasses.field(
         default=64, metadata={"help": "Tokens of a packed sequence, specials included."}
@@ -147,7 +147,9 @@ class MaskingArguments:
 
     mlm_probability: float = dataclasses.field(
         default=0.15,
-        metadata={"help": "Share of the tokens that are predicted; of these 80 % are masked, 10 % random, 10 % kept."},
+        metadata={
+            "help": "Share of tokens that are predicted; of these 80 %% are masked, 10 %% random, 10 %% kept."
+        },
     )
 
     def __post_init__(self) -> None:
@@ -233,10 +235,10 @@ def parse_arguments(
     return tuple(filled), used
 
 
-def _parser(dataclass_types: Sequence[Any]) -> HfArgumentParser:
+def _parser(dataclass_types: Sequence[Any], add_help: bool = True) -> HfArgumentParser:
     # argparse would let flags be shortened; a command that is kept in scripts must not change its meaning when a
     # longer flag with the same beginning appears.
-    return HfArgumentParser(list(dataclass_types), allow_abbrev=False)
+    return HfArgumentParser(list(dataclass_types), allow_abbrev=False, add_help=add_help)
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -274,7 +276,8 @@ def _check_file(content: Mapping[str, Any], dataclass_types: Sequence[type]) -> 
 
 def _given_on_command_line(dataclass_types: Sequence[type], words: Sequence[str]) -> set[str]:
     """Names of the flags among the words, whatever their values."""
-    parser = _parser(dataclass_types)
+    # Without --help, which is to show the defaults that this parser suppresses.
+    parser = _parser(dataclass_types, add_help=False)
     for action in parser._actions:
         action.default = argparse.SUPPRESS
         action.required = False

@@ -115,3 +115,12 @@ def test_mask_probability_is_a_share():
 def test_every_argument_has_help():
     for kind in KINDS[:3]:
         assert all(field.metadata.get("help") for field in dataclasses.fields(kind))
+
+
+def test_help_shows_the_defaults_of_the_recipe(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse("--help", defaults={"learning_rate": 0.00271})
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert "0.00271" in shown
+    assert "80 % are masked" in " ".join(shown.split())
