@@ -5,7 +5,8 @@ from .bilinear import BilinearForm, BilinearScores, directionality_score, symmet
 from .callback import QKScoreCallback
 from .init import SymmetricInit, apply_qk_init
 from .plugin import register, unregister
-from .scores import LayerScores, QKScores, score_model
+from .scores import LayerScores, QKScores
+from .scoring import score_model
 
 
 __all__ = [

@@ -27,7 +27,7 @@ __all__ = ["BilinearForm", "BilinearScores", "directionality_score", "symmetry_s
 _SCRATCH_ELEMENTS = {"cpu": 2**19}
 _SCRATCH_ELEMENTS_ACCELERATOR = 2**24
 # As many matrices share a chunk as leave each this many rows of its factors at a time.
-_MIN_BLOCK_ROWS = 1024
+_MIN_BLOCK_ROWS = 2048
 # Edge of a tile: large enough for the matrix product to run at full rate, small enough to be summed in the cache.
 _TILE_EDGE = {"cpu": 512}
 _TILE_EDGE_ACCELERATOR = 2048
@@ -452,23 +452,24 @@ def _grams(left: Tensor, right: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
     leftᵀ left, rightᵀ right and rightᵀ left (NaN if their rows differ in number). The first two have one entry only
     where all matrices share the factor, as the query heads of a group share their keys.
     """
-    size, dims, rank = left.shape
+    size, square = left.shape[0], left.shape[-2] == right.shape[-2]
     once_left, once_right = (factor[:1] if factor.stride(0) == 0 else factor for factor in (left, right))
-    left_gram, right_gram, cross = (
-        left.new_zeros(count, rank, rank, dtype=dtype) for count in (once_left.shape[0], once_right.shape[0], size)
-    )
     # Blocks bound the size of converted copies; without any, one long product each is faster.
-    whole = left.dtype is right.dtype is dtype
-    for rows in [slice(None)] if whole else _row_blocks(left if dims > right.shape[1] else right):
+    blocks: Iterable[slice] = [slice(None)]
+    if not left.dtype is right.dtype is dtype:
+        blocks = _row_blocks(left if left.shape[-2] > right.shape[-2] else right)
+    totals: list[Tensor] = []
+    for rows in blocks:
         a, b = (
             once_left[:, rows].to(dtype),
             once_right[:, rows].to(dtype),
         )  # past its end a shorter factor adds nothing
-        left_gram.baddbmm_(a.mT, a)
-        right_gram.baddbmm_(b.mT, b)
-        if dims == right.shape[1]:
-            cross.baddbmm_(b.mT.expand(size, -1, -1), a.expand(size, -1, -1))
-    return left_gram, right_gram, cross if dims == right.shape[1] else cross.fill_(torch.nan)
+        products = [a.mT @ a, b.mT @ b]
+        if square:
+            products.append(b.mT.expand(size, -1, -1) @ a.expand(size, -1, -1))
+        totals = [total.add_(product) for total, product in zip(totals, products, strict=True)] if totals else products
+    left_gram, right_gram = totals[:2]
+    return left_gram, right_gram, totals[2] if square else left_gram.new_full((size, 1, 1), torch.nan)
 
 
 def _row_squares(factor: Tensor, gram: Tensor) -> Tensor:

@@ -1,51 +1,215 @@
-"""`QKScoreCallback`: W_qk scores in the Trainer's log history."""
+"""`QKScoreCallback`: W_qk scores while a Trainer trains, in its log history and in every tracker."""
 
+import logging
+import math
+import weakref
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
-from .scores import score_model
+from .attention import (
+    ATTENTION_KINDS,
+    AttentionKind,
+    AttentionLayer,
+    LayerChoice,
+    find_attention_layers,
+    select_layers,
+)
+from .history import ScoreHistory
+from .scores import QKScores
+from .scoring import ScorableLayer, join_gathering, model_type, not_finite, score_layers
 
 
 __all__ = ["QKScoreCallback"]
 
+logger = logging.getLogger(__name__)
+
 
 class QKScoreCallback(TrainerCallback):
     """
-    Scores W_qk before the first step and at each logging event, and adds the values to `trainer.state.log_history`
-    (and so to `trainer_state.json`): `qk/symmetry/median`, `qk/directionality/median`, `qk/symmetry/layer_00`, … (see
-    [`QKScores.to_log`]). All values are Python floats.
+    Scores W_qk during training. The values join the Trainer's own logging events, so they stand in
+    `trainer.state.log_history` (and `trainer_state.json`) and reach every tracker of `report_to` at the right step:
+    `qk/symmetry/median`, `qk/directionality/median`, `qk/symmetry/layer_00`, … (see [`QKScores.to_log`]). They are
+    also written to `qk_scores.csv` in the output folder, which [`~hf_symqk.plots.plot_history`] draws.
+
+    The run is not changed: no extra logging events but the one before the first step, nothing written to the model, no
+    randomness used. What goes wrong in a measurement is logged once and training goes on. Under DDP, FSDP2 and
+    DeepSpeed ZeRO-3 every rank helps to gather one layer at a time and rank 0 scores.
 
     Args:
+        every (`int`, *optional*, defaults to 1):
+            Scores at each k-th logging event of the training loss.
+        log_at_start (`bool`, *optional*, defaults to `True`):
+            Scores before the first step (step 0) of a run that is not resumed.
+        log_at_end (`bool`, *optional*, defaults to `True`):
+            Scores at the end of training, in the event that logs the run's summary.
+        heads (`bool`, *optional*, defaults to `False`):
+            Scores each head too: `qk/symmetry/layer_00_head_03`.
+        layers (`Sequence[int]` or `Mapping[str, Sequence[int]]`, *optional*):
+            Indices of the layers to score, for every stack or per stack name; all by default.
         gamma (`float`, *optional*, defaults to 2.0):
             γ of the directionality score.
+        attention (`str`, *optional*, defaults to `"self"`):
+            `"self"`, `"cross"` or `"all"`.
+        prefix (`str`, *optional*, defaults to `"qk"`):
+            First part of the logged names.
+        strict (`bool`, *optional*, defaults to `False`):
+            Raises what goes wrong in a measurement, after every rank has come through it.
+
+    Raises:
+        ValueError: for options that cannot be meant; and when the Trainer is made, if the model has no known attention
+            or none of the layers asked for.
 
     Examples:
 
     ```python
+    >>> from transformers import Trainer
     >>> from hf_symqk import QKScoreCallback
-    >>> callback = QKScoreCallback()  # Trainer(..., callbacks=[callback])
+
+    >>> callback = QKScoreCallback(every=2, heads=True)  # Trainer(..., callbacks=[callback])
 
     ```
     """
 
-    def __init__(self, gamma: float = 2.0):
+    # Read by the plugin: this callback has to add its values before trackers read the logs.
+    runs_before_trackers = True
+
+    def __init__(
+        self,
+        every: int = 1,
+        log_at_start: bool = True,
+        log_at_end: bool = True,
+        heads: bool = False,
+        layers: LayerChoice | None = None,
+        gamma: float = 2.0,
+        attention: AttentionKind = "self",
+        prefix: str = "qk",
+        strict: bool = False,
+    ):
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"`every` must be a whole number of logging events, at least 1; got {every!r}.")
+        if attention not in ATTENTION_KINDS:
+            raise ValueError(f"`attention` must be one of {', '.join(map(repr, ATTENTION_KINDS))}, got {attention!r}.")
+        if not prefix or prefix.endswith("/"):
+            raise ValueError(f"`prefix` must be a name without a slash at its end, got {prefix!r}.")
+        self.every = every
+        self.log_at_start = log_at_start
+        self.log_at_end = log_at_end
+        self.heads = heads
+        self.layers = layers
         self.gamma = gamma
-        self._scored_step: int | None = None
+        self.attention = attention
+        self.prefix = prefix
+        self.strict = strict
+        self.scores: QKScores | None = None
+        self._handler: weakref.ref[CallbackHandler] | None = None
+        self._history: ScoreHistory | None = None
+        self._measured_step: int | None = None
+        self._said: set[str] = set()
+
+    # --- events ---
+
+    def on_added(self, handler: CallbackHandler) -> None:
+        """Called by the plugin: the handler is what sends the values of step 0 to the other callbacks."""
+        self._handler = weakref.ref(handler)
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._chosen(kwargs["model"])  # a wrong choice is an error now, not after an hour of training
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._scored_step = None
-        if state.global_step == 0:
-            state.log_history.append({**self._scores(state, kwargs["model"]), "epoch": 0.0, "step": 0})
+        self.scores = self._history = self._measured_step = None
+        self._said.clear()
+        if state.is_world_process_zero:
+            self._guard("the history file", lambda: self._open_history(Path(str(args.output_dir)), state))
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # Here and not in `on_train_begin`: by now every tracker has opened its run.
+        if self.log_at_start and state.global_step == 0 and not self._is_scored(state):
+            values = self._measure(kwargs["model"], state)
+            handler = self._handler() if self._handler is not None else None
+            if values:
+                state.log_history.append({**values, "epoch": 0.0, "step": 0})
+            if values and handler is not None:
+                handler.on_log(args, state, control, {**values, "epoch": 0.0})
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        # Evaluation and the summary of the run log at a step that has been scored already.
-        if state.log_history and state.global_step != self._scored_step:
-            state.log_history[-1].update(self._scores(state, kwargs["model"]))
+        logs: dict[str, Any] = kwargs["logs"]
+        if self._is_scored(state):
+            return
+        is_summary = "train_runtime" in logs
+        # Counted in the history, which a resumed run brings along, so that every k-th event stays every k-th.
+        number = sum("loss" in row for row in state.log_history)
+        if ("loss" in logs and number % self.every == 0) or (is_summary and self.log_at_end):
+            values = self._measure(kwargs["model"], state)
+            logs.update(values)
+            state.log_history[-1].update(values)
 
-    def _scores(self, state: TrainerState, model: nn.Module) -> dict[str, float]:
-        self._scored_step = state.global_step
-        return score_model(model, gamma=self.gamma).to_log()
+    # --- measuring ---
+
+    def _is_scored(self, state: TrainerState) -> bool:
+        if self._measured_step == state.global_step:
+            return True
+        key = f"{self.prefix}/symmetry/median"  # measured before the run was interrupted
+        return any(key in row for row in state.log_history if row.get("step") == state.global_step)
+
+    def _chosen(self, model: nn.Module) -> list[AttentionLayer]:
+        return select_layers(find_attention_layers(model), layers=self.layers, attention=self.attention)
+
+    def _open_history(self, folder: Path, state: TrainerState) -> None:
+        self._history = ScoreHistory(folder / "qk_scores.csv", state.global_step)
+
+    def _measure(self, model: nn.Module, state: TrainerState) -> dict[str, float]:
+        """Scores on rank 0, while every rank gathers every layer; the values to log, empty on other ranks."""
+        errors: list[Exception] = []
+
+        def on_error(layer: ScorableLayer, error: Exception) -> None:
+            errors.append(error)
+            self._say(f"{layer.name}: {type(error).__name__}: {error}")
+
+        # Set on every rank, whatever comes: ranks must agree on what has been measured, or one would gather alone.
+        self._measured_step = state.global_step
+        scores = None
+        try:
+            chosen = self._chosen(model)
+            if state.is_world_process_zero:
+                results = score_layers(chosen, gamma=self.gamma, heads=self.heads, on_error=on_error)
+                scores = QKScores(results, self.gamma, model_type(model))
+            else:
+                join_gathering(chosen, on_error=on_error)
+        except Exception as error:
+            errors.append(error)
+            self._say(f"{type(error).__name__}: {error}")
+        if errors and self.strict:
+            raise errors[0]
+        if scores is None:
+            return {}
+        self.scores = scores
+        names = [layer.name for layer in scores.layers if math.isnan(layer.frobenius_norm)]
+        if names and not errors:
+            self._say(not_finite(names), once="not finite")
+        if (history := self._history) is not None:
+            self._guard("the history file", lambda: history.append(state.global_step, scores))
+        return scores.to_log(self.prefix, heads=self.heads)
+
+    def _guard(self, what: str, action: Any) -> None:
+        try:
+            action()
+        except Exception as error:
+            self._say(f"{what}: {type(error).__name__}: {error}")
+            if self.strict:
+                raise
+
+    def _say(self, message: str, once: str | None = None) -> None:
+        # A measurement that fails will fail at every event; the run's log should say so once.
+        if (once or message) not in self._said:
+            self._said.add(once or message)
+            logger.warning("QKScoreCallback (training goes on): %s", message)

@@ -1,7 +1,7 @@
 """
 The hooks into Transformers; the only file that changes anything outside this package.
 
-`register()` (run on import) gives Transformers four things, and `unregister()` takes them back without a trace:
+`register()` (run on import) gives Transformers six things, and `unregister()` takes them back without a trace:
 
 - every config has an attribute `qk_init`, kept in the config as plain JSON values, so that it saves, prints and
 copies;
@@ -11,11 +11,14 @@ there
   are none;
 - the step in which `post_init` (or loading, or DeepSpeed ZeRO-3's construction) draws weights applies the option to
 the
-  layers it has just drawn.
+  layers it has just drawn;
+- a Trainer puts a callback that asks for it (`runs_before_trackers`) before those that hand logs to trackers;
+- the Trainer's console shows medians of W_qk scores, and leaves the values of single layers to trackers and files.
 """
 
 import copy
 import functools
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -27,9 +30,11 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.integrations import deepspeed as deepspeed_integration
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
 
 from .attention import AttentionLayer
 from .init import SymmetricInit, choose_layers, write_init
+from .scores import METRICS
 
 
 __all__ = ["register", "unregister"]
@@ -223,6 +228,37 @@ def _is_fresh(layer: AttentionLayer) -> bool:
     return all(_drawn.get(holder) == _versions(holder) for holder in _holders(layer))
 
 
+# --- the Trainer's callbacks --------------------------------------------------------------------------------------
+
+_SINGLE_SCORES = re.compile(rf"/({'|'.join(METRICS)})/(?!median$)")
+
+
+def _wrap_add_callback(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def add_callback(handler: CallbackHandler, callback: Any) -> None:
+        original(handler, callback)
+        added = handler.callbacks[-1]
+        if getattr(added, "runs_before_trackers", False):
+            # Trackers' callbacks stand before a user's and read the logs before those could add to them. The flow
+            # callback stays first: it decides what happens at a step.
+            flow = [isinstance(known, DefaultFlowCallback) for known in handler.callbacks]
+            handler.callbacks.insert(flow.index(True) + 1 if any(flow) else 0, handler.callbacks.pop())
+            added.on_added(handler)
+
+    return add_callback
+
+
+def _wrap_console_on_log(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def on_log(
+        callback: Any, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        shown = None if logs is None else {k: value for k, value in logs.items() if not _SINGLE_SCORES.search(k)}
+        original(callback, args, state, control, logs=shown, **kwargs)
+
+    return on_log
+
+
 # --- putting the hooks in and out ---------------------------------------------------------------------------------
 
 _PATCHES: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
@@ -231,6 +267,9 @@ _PATCHES: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (PreTrainedModel, "initialize_weights", _wrap_initialize_weights),
     (AutoConfig, "from_pretrained", _wrap_auto_config_from_pretrained),
     (deepspeed_integration, "initialize_weights_zero3", _wrap_initialize_weights),
+    (CallbackHandler, "add_callback", _wrap_add_callback),
+    (ProgressCallback, "on_log", _wrap_console_on_log),
+    (PrinterCallback, "on_log", _wrap_console_on_log),
 )
 
 

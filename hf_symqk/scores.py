@@ -1,27 +1,17 @@
-"""
-W_qk scores of a whole model: layers × heads, summaries over layers, tables and files.
-
-Shape legend: `D` model width, `H` query heads, `G` key/value heads, `r = H / G`, `E` head width.
-"""
+"""W_qk scores of a whole model: layers × heads, summaries over layers, tables and files."""
 
 import json
 import math
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
-from torch import Tensor, nn
-
-from .attention import AttentionKind, AttentionLayer, LayerChoice, find_attention_layers, select_layers
-from .bilinear import BilinearForm
 
 
-__all__ = ["LayerScores", "QKScores", "head_forms", "layer_form", "score_model"]
+__all__ = ["METRICS", "LayerScores", "QKScores"]
 
 METRICS = ("symmetry", "directionality", "frobenius_norm")
 _QUANTILES = {"q25": 0.25, "median": 0.5, "q75": 0.75}
@@ -42,7 +32,8 @@ class LayerScores:
         directionality (`float`): Directionality score of the layer form, in [−1, 1] (negative: columns dominate).
         frobenius_norm (`float`): Frobenius norm of the layer form.
         head_symmetry, head_directionality, head_frobenius_norm (`tuple[float, ...]`): The same of each head form, H
-            values. NaN wherever a weight is not finite, or (symmetry) queries and keys have inputs of different width.
+            values; empty if heads were not scored. NaN wherever a weight is not finite, or (symmetry) queries and keys
+            have inputs of different width.
     """
 
     name: str
@@ -56,9 +47,9 @@ class LayerScores:
     symmetry: float
     directionality: float
     frobenius_norm: float
-    head_symmetry: tuple[float, ...]
-    head_directionality: tuple[float, ...]
-    head_frobenius_norm: tuple[float, ...]
+    head_symmetry: tuple[float, ...] = ()
+    head_directionality: tuple[float, ...] = ()
+    head_frobenius_norm: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,30 +95,38 @@ class QKScores:
             for metric, series in values.items()
         }
 
-    def to_log(self, prefix: str = "qk") -> dict[str, float]:
+    def to_log(self, prefix: str = "qk", heads: bool = False) -> dict[str, float]:
         """
         Flat names and values for a logger: `qk/symmetry/median` (and `q25`, `q75`) over all layers and
         `qk/symmetry/layer_00` of each layer; the layers of a model with several stacks are under the stack's name,
-        `qk/encoder/symmetry/layer_00`, and each stack has its own median. No name is the folder of another.
+        `qk/encoder/symmetry/layer_00`, and each stack has its own median. No name is the folder of another, which
+        file-based trackers could not store.
 
         Args:
             prefix (`str`, *optional*, defaults to `"qk"`): First part of each name.
+            heads (`bool`, *optional*, defaults to `False`): Adds each head, `qk/symmetry/layer_00_head_03`.
 
         Returns:
             `dict[str, float]`: Python floats.
         """
-        log = {
-            f"{prefix}/{metric}/{name}": value for metric, row in self.summary().items() for name, value in row.items()
-        }
-        for stack in self.stacks:
-            root = f"{prefix}/{stack}" if stack else prefix
-            for metric, row in self.summary(stack).items() if stack else ():
+        log: dict[str, float] = {}
+
+        def add(root: str, summary: dict[str, dict[str, float]]) -> None:
+            for metric, row in summary.items():
                 log.update({f"{root}/{metric}/{name}": value for name, value in row.items()})
-            for layer in self.layers:
-                if layer.stack == stack:
-                    log.update(
-                        {f"{root}/{metric}/layer_{layer.index:02d}": getattr(layer, metric) for metric in METRICS}
-                    )
+
+        add(prefix, self.summary())
+        for stack in self.stacks:
+            if stack:
+                add(f"{prefix}/{stack}", self.summary(stack))
+        for layer in self.layers:
+            root = f"{prefix}/{layer.stack}" if layer.stack else prefix
+            for metric in METRICS:
+                name = f"{root}/{metric}/layer_{layer.index:02d}"
+                log[name] = getattr(layer, metric)
+                if heads:
+                    values = getattr(layer, f"head_{metric}")
+                    log.update({f"{name}_head_{head:02d}": value for head, value in enumerate(values)})
         return log
 
     def to_pandas(self, heads: bool = False) -> pd.DataFrame:
@@ -139,18 +138,18 @@ class QKScores:
 
         Returns:
             `pandas.DataFrame`: Columns `stack`, `layer`, (`head`,) `symmetry`, `directionality`, `frobenius_norm`,
-            `kind`,
-            `num_heads`, `num_key_value_heads`, `head_dim`, `layout`, `name`.
+            `kind`, `num_heads`, `num_key_value_heads`, `head_dim`, `layout`, `name`; no rows per head if heads were
+            not scored.
         """
         rows = []
         for layer in self.layers:
             about = {name: getattr(layer, name) for name in _ABOUT}
             place = {"stack": layer.stack, "layer": layer.index}
             if heads:
-                columns = {metric: getattr(layer, f"head_{metric}") for metric in METRICS}
+                columns = [getattr(layer, f"head_{metric}") for metric in METRICS]
                 rows += [
-                    {**place, "head": head, **{metric: column[head] for metric, column in columns.items()}, **about}
-                    for head in range(layer.num_heads)
+                    {**place, "head": head, **dict(zip(METRICS, values, strict=True)), **about}
+                    for head, values in enumerate(zip(*columns, strict=True))
                 ]
             else:
                 rows.append({**place, **{metric: getattr(layer, metric) for metric in METRICS}, **about})
@@ -200,113 +199,6 @@ class QKScores:
 
 
 _ABOUT = ("kind", "num_heads", "num_key_value_heads", "head_dim", "layout", "name")
-
-
-def head_forms(w_q: Tensor, w_k: Tensor) -> BilinearForm:
-    """
-    The forms `W_q^h (W_k^g(h))ᵀ` of all heads, key head `g = h // (H / G)` (design: head form).
-
-    Args:
-        w_q (`torch.Tensor` of shape `(H, E, D)`): Query weight, split into heads.
-        w_k (`torch.Tensor` of shape `(G, E, D)`): Key weight, split into heads; G divides H.
-
-    Returns:
-        [`BilinearForm`] of batch shape `(G, r)`: flattened, the order of the query heads. Views, no copies.
-    """
-    groups = w_k.shape[0]
-    return BilinearForm(w_q.mT.unflatten(0, (groups, -1)), w_k.mT.unsqueeze(1))
-
-
-def layer_form(w_q: Tensor, w_k: Tensor) -> BilinearForm:
-    """
-    The form of a layer, `Σ_h W_q^h (W_k^g(h))ᵀ`. With grouped keys the query heads of a group are summed first, which
-    gives the same matrix at rank G·E instead of H·E.
-
-    Args:
-        w_q (`torch.Tensor` of shape `(H, E, D)`): Query weight, split into heads.
-        w_k (`torch.Tensor` of shape `(G, E, D)`): Key weight, split into heads; G divides H.
-
-    Returns:
-        [`BilinearForm`] without batch dimensions.
-    """
-    if w_q.shape[0] != w_k.shape[0]:
-        w_q = w_q.unflatten(0, (w_k.shape[0], -1)).sum(1, dtype=torch.promote_types(w_q.dtype, torch.float32))
-    return BilinearForm(w_q.flatten(0, 1).mT, w_k.flatten(0, 1).mT)
-
-
-def score_model(
-    model: nn.Module, *, layers: LayerChoice | None = None, attention: AttentionKind = "self", gamma: float = 2.0
-) -> QKScores:
-    """
-    Scores W_qk of every attention layer of a live model, on the model's device. The model is only read: neither its
-    weights, gradients and mode nor the random state change.
-
-    Not part of the scores: biases, rotary positions (scores are at offset 0), ALiBi and relative-position terms, and
-    the data-dependent part of query and key norms (their learned gains are folded in).
-
-    Args:
-        model (`torch.nn.Module`):
-            Any model whose attention the layout table knows.
-        layers (`Sequence[int]` or `Mapping[str, Sequence[int]]`, *optional*):
-            Indices of the layers to score, for every stack or per stack name; all by default.
-        attention (`str`, *optional*, defaults to `"self"`):
-            `"self"`, `"cross"` or `"all"`.
-        gamma (`float`, *optional*, defaults to 2.0):
-            γ of the directionality score.
-
-    Returns:
-        [`QKScores`]: One entry per layer. A layer with a weight that is not finite scores NaN and is named in a
-        warning.
-
-    Raises:
-        ValueError: if no attention layer is found, or a layer or kind is asked for that the model does not have.
-
-    Examples:
-
-    ```python
-    >>> from transformers import AutoModel, BertConfig
-    >>> import hf_symqk
-
-    >>> config = BertConfig(
-    ...     hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=99
-    ... )
-    >>> round(scores.summary()["symmetry"]["median"], 4)
-    1.0
-    >>> len(scores.layers), scores.layers[0].num_heads
-    (2, 4)
-
-    ```
-    """
-    chosen = select_layers(find_attention_layers(model), layers=layers, attention=attention)
-    results = tuple(_score_layer(layer, gamma) for layer in chosen)
-    undefined = [result.name for result in results if math.isnan(result.frobenius_norm)]
-    if undefined:
-        warnings.warn(
-            f"W_qk scores are NaN in {len(undefined)} of {len(results)} layers, whose query or key weights are not "
-            f"finite: {', '.join(undefined)}.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return QKScores(results, gamma, getattr(getattr(model, "config", None), "model_type", None))
-
-
-def _score_layer(layer: AttentionLayer, gamma: float) -> LayerScores:
-    with layer.query_key_weights() as (w_q, w_k):
-        whole = layer_form(w_q, w_k).scores(gamma)
-        heads = head_forms(w_q, w_k).scores(gamma)
-    measured: dict[str, Any] = {metric: getattr(whole, metric).item() for metric in METRICS}
-    measured.update({f"head_{metric}": tuple(getattr(heads, metric).flatten().tolist()) for metric in METRICS})
-    return LayerScores(
-        name=layer.name,
-        stack=layer.stack,
-        index=layer.index,
-        kind=layer.kind,
-        layout=layer.layout.name,
-        num_heads=layer.heads.num_attention_heads,
-        num_key_value_heads=layer.heads.num_key_value_heads,
-        head_dim=layer.heads.head_dim,
-        **measured,
-    )
 
 
 def _without_nan(value: Any) -> Any:

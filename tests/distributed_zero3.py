@@ -1,6 +1,6 @@
 """
-Run by test_distributed.py under torchrun: construction, loading, scoring and initialising under DeepSpeed ZeRO-3, where
-parameters arrive empty and partitioned.
+Run by test_distributed.py under torchrun: construction, loading, scoring and initialising under DeepSpeed ZeRO-3,
+where parameters arrive empty and partitioned.
 """
 
 import sys
@@ -36,7 +36,9 @@ def main(folder: Path) -> None:
             results[f"{name}/{qk_init}"] = [layer.symmetry for layer in scores.layers]
             assert all(parameter.shape == (0,) for parameter in model.parameters()), "scoring left something gathered"
         results[f"{name}/changed"] = [
-            parameter for parameter in states[None] if not torch.equal(states[None][parameter], states["symmetric"][parameter])
+            parameter
+            for parameter in states[None]
+            if not torch.equal(states[None][parameter], states["symmetric"][parameter])
         ]
         applied = apply_qk_init(BY_NAME[name].build())
         results[f"{name}/applied"] = all(

@@ -28,6 +28,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 from transformers.integrations import deepspeed as deepspeed_integration
+from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
 
 import hf_symqk
 from hf_symqk import SymmetricInit, find_attention_layers, score_model
@@ -321,6 +322,9 @@ def hooked() -> dict:
         PreTrainedConfig: ("qk_init", "__init__", "__setattr__", "from_dict", "to_dict", "from_pretrained"),
         AutoConfig: ("from_pretrained",),
         deepspeed_integration: ("initialize_weights_zero3",),
+        CallbackHandler: ("add_callback", "on_log"),
+        ProgressCallback: ("on_log",),
+        PrinterCallback: ("on_log",),
     }
     return {(owner, name): vars(owner).get(name) for owner, names in places.items() for name in names}
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .layouts import HeadShape, Part, Projection, QKLayout, layouts
-from .tensors import LinearTensors, full_shape, linear_shape, whole_linears, whole_parameters
+from .tensors import LinearTensors, full_shape, is_sharded, linear_shape, whole_linears, whole_parameters
 
 
 __all__ = ["AttentionLayer", "HeadTensors", "find_attention_layers"]
@@ -87,6 +87,11 @@ class AttentionLayer:
     def holder(self, part: Part) -> nn.Module:
         """Submodule that holds the part's projection: a linear map, perhaps adapted, quantised or sharded."""
         return self.module.get_submodule(self.projection(part).module)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether reading Q and K takes other processes; then every rank has to come along."""
+        return is_sharded(self.module)
 
     @contextmanager
     def tensors(self, *parts: Part, write: bool = False) -> Iterator[dict[Part, HeadTensors]]:

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
-__all__ = ["LinearTensors", "full_shape", "linear_shape", "storage_name", "whole_linears", "whole_parameters"]
+__all__ = [
+    "LinearTensors",
+    "full_shape",
+    "is_sharded",
+    "linear_shape",
+    "storage_name",
+    "whole_linears",
+    "whole_parameters",
+]
 
 
 class LinearTensors(NamedTuple):
@@ -82,6 +90,19 @@ def whole_linears(holders: Sequence[nn.Module], *, write: bool = False) -> Itera
     parameters = [parameter for holder in dict.fromkeys(holders) for parameter in holder.parameters()]
     with whole_parameters(parameters, write=write) as whole:
         yield {holder: _storage(holder).read(holder, whole) for holder in holders}
+
+
+def is_sharded(holder: nn.Module) -> bool:
+    """
+    Whether reading a module's weights takes other processes.
+
+    Args:
+        holder (`torch.nn.Module`): A linear map or any other module.
+
+    Returns:
+        `bool`
+    """
+    return any(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in holder.parameters())
 
 
 def storage_name(holder: nn.Module) -> str:
@@ -201,7 +222,7 @@ def _plain_shape(holder: nn.Module) -> torch.Size | None:
         return None
     if getattr(weight, "_fsdp_flattened", False):
         raise ValueError(
-            "The model is sharded by FSDP1 (`FullyShardedDataParallel`), which keeps no whole or shaped parameters. Use "
+            "The model is sharded by FSDP1 (`FullyShardedDataParallel`), which keeps no shaped parameters. Use "
             "FSDP2 (`fully_shard`; `fsdp_version: 2` in accelerate), whose weights can be read."
         )
     shape = full_shape(weight)

@@ -1,0 +1,96 @@
+"""
+`qk_scores.csv`: the scores of a training run as a table that survives the run being killed.
+
+Columns: `step`, `stack` (empty if the model has one), `layer`, `head` (empty for the layer form), `symmetry`,
+`directionality`, `frobenius_norm`. NaN is written as `nan`.
+"""
+
+import os
+from pathlib import Path
+
+import pandas as pd
+
+from .scores import METRICS, QKScores
+
+
+__all__ = ["COLUMNS", "ScoreHistory", "read_history"]
+
+COLUMNS = ("step", "stack", "layer", "head", *METRICS)
+
+
+def read_history(path: str | os.PathLike) -> pd.DataFrame:
+    """
+    Reads a `qk_scores.csv`. A last line that a killed process left unfinished is left out.
+
+    Args:
+        path (`str` or `os.PathLike`):
+            The file, or the output folder that holds it.
+
+    Returns:
+        `pandas.DataFrame`: Columns as in the file; `head` is a nullable integer, missing for the layer form.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if the file is not a history of scores.
+    """
+    path = Path(path)
+    path = path / "qk_scores.csv" if path.is_dir() else path
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    if not lines or tuple(lines[0].strip().split(",")) != COLUMNS:
+        raise ValueError(f"{str(path)!r} is not a history of W_qk scores; its first line is not {','.join(COLUMNS)}.")
+    finished = [line.rstrip("\n").split(",") for line in lines[1:] if line.endswith("\n")]
+    table = pd.DataFrame([row for row in finished if len(row) == len(COLUMNS)], columns=list(COLUMNS))
+    types = {"step": "int64", "layer": "int64", "head": "Int64", **dict.fromkeys(METRICS, "float64")}
+    table["head"] = table["head"].where(table["head"] != "", pd.NA)
+    return table.astype(types)
+
+
+class ScoreHistory:
+    """
+    Writes a `qk_scores.csv`, one measurement at a time, each on disk when [`~ScoreHistory.append`] returns.
+
+    Args:
+        path (`str` or `os.PathLike`):
+            The file.
+        resumed_step (`int`):
+            Optimiser step at which the run starts. At 0 an older file is replaced; at a later step its rows up to that
+            step stay, and those beyond it, which the resumed run will measure again, are dropped.
+    """
+
+    def __init__(self, path: str | os.PathLike, resumed_step: int):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = pd.DataFrame(columns=list(COLUMNS))
+        if resumed_step and self.path.exists():
+            kept = read_history(self.path)
+            kept = kept[kept["step"] <= resumed_step]
+            kept["head"] = kept["head"].astype("string").fillna("")
+        self.steps = set(kept["step"])
+        # Written beside and moved into place: a kill in between leaves the old file or the new one, never half of
+        # either.
+        unfinished = self.path.with_suffix(".tmp")
+        self._write(unfinished, kept, mode="w", header=True)
+        os.replace(unfinished, self.path)
+
+    def append(self, step: int, scores: QKScores) -> None:
+        """
+        Adds one measurement; a step that is in the file already is not added again.
+
+        Args:
+            step (`int`): Optimiser step.
+            scores ([`QKScores`]): Scores of all layers, and of heads if they were measured.
+        """
+        if step in self.steps:
+            return
+        self.steps.add(step)
+        layers = scores.to_pandas().assign(head="")
+        heads = scores.to_pandas(heads=True)
+        table = pd.concat([layers, heads]) if len(heads) else layers
+        self._write(self.path, table.assign(step=step), mode="a", header=False)
+
+    @staticmethod
+    def _write(path: Path, table: pd.DataFrame, mode: str, header: bool) -> None:
+        with open(path, mode, encoding="utf-8", newline="") as file:
+            table.to_csv(file, columns=list(COLUMNS), index=False, header=header, na_rep="nan", lineterminator="\n")
+            file.flush()
+            os.fsync(file.fileno())
