@@ -424,7 +424,7 @@ def _careful_sums(left: Tensor, right: Tensor, with_rows: bool) -> _Sums:
         sums.row_squares / square[:, None],
         sums.column_squares / square[:, None],
         square.sqrt() * left_range * right_range,
-        sums.relative_error,
+        torch.where(sums.squared_norm > 0, sums.relative_error, sums.squared_norm),  # 0 is exact, NaN stays NaN
     )
 
 
@@ -460,10 +460,8 @@ def _grams(left: Tensor, right: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
         blocks = _row_blocks(left if left.shape[-2] > right.shape[-2] else right)
     totals: list[Tensor] = []
     for rows in blocks:
-        a, b = (
-            once_left[:, rows].to(dtype),
-            once_right[:, rows].to(dtype),
-        )  # past its end a shorter factor adds nothing
+        # Past its end a shorter factor adds nothing.
+        a, b = once_left[:, rows].to(dtype), once_right[:, rows].to(dtype)
         products = [a.mT @ a, b.mT @ b]
         if square:
             products.append(b.mT.expand(size, -1, -1) @ a.expand(size, -1, -1))
