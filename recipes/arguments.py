@@ -147,9 +147,7 @@ class MaskingArguments:
 
     mlm_probability: float = dataclasses.field(
         default=0.15,
-        metadata={
-            "help": "Share of tokens that are predicted; of these 80 %% are masked, 10 %% random, 10 %% kept."
-        },
+        metadata={"help": "Share of tokens that are predicted; of these 80 %% are masked, 10 %% random, 10 %% kept."},
     )
 
     def __post_init__(self) -> None:
