@@ -127,6 +127,7 @@ def test_resumed_run_continues_the_same_curve(text_files, tmp_path):
     save = ("--save_strategy", "steps", "--save_steps", "31", "--eval_steps", "100")
     whole = mlm.main(words(text_files["txt"], tmp_path, *save, steps=55))
     assert whole.state.epoch > 2
+    assert whole.train_dataset.epoch == 2
     checkpoint = str(tmp_path / "checkpoint-31")
     more = (*save, "--resume_from_checkpoint", checkpoint)
     resumed = mlm.main(words(text_files["txt"], tmp_path / "resumed", *more, steps=55))
