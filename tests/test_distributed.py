@@ -1,5 +1,6 @@
 """Sharded engines in real processes: the same weights and scores as in one process."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,15 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import BY_NAME, LAYERS
-from transformers import BertModel
+from transformers import AutoModelForMaskedLM, BertModel
 
-from hf_symqk import find_attention_layers
+from hf_symqk import find_attention_layers, score_model
+from hf_symqk.history import read_history
 
 
 HERE = Path(__file__).parent
 
 
-def torchrun(script: str, *arguments: str, processes: int = 2, **environment: str) -> None:
+def torchrun(script: str, *arguments: str, processes: int = 2, timeout: int = 600, **environment: str) -> None:
     """Runs a script of this folder in several processes and shows what they printed if it fails."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     result = subprocess.run(
@@ -24,7 +26,7 @@ def torchrun(script: str, *arguments: str, processes: int = 2, **environment: st
         env={**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=timeout,
     )
     assert result.returncode == 0, f"{result.stdout[-3000:]}\n{result.stderr[-6000:]}"
 
@@ -55,3 +57,37 @@ def test_zero3(tmp_path):
         assert len(kept) > 20
         assert all(torch.equal(results["loaded_state"][name], state[name]) for name in kept)
     assert first["bert/None"] == second["bert/None"]
+
+
+def on_cpu(engine: str) -> dict[str, str]:
+    """Environment in which an engine runs without an accelerator; told so itself, accelerate leaves DeepSpeed out."""
+    return {"DS_ACCELERATOR": "cpu"} if engine.startswith("zero3") else {"ACCELERATE_USE_CPU": "true"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3", "zero3_persistent"])
+def test_callback_under_an_engine(engine, tmp_path):
+    """
+    In a Trainer of two processes the scores that rank 0 logs are those that one process gives for the whole weights, at
+    the start (a symmetric model) and at the end (the saved one); the worker asserts that the engine really ran.
+    """
+    torchrun("distributed_training.py", engine, str(tmp_path), "no", **on_cpu(engine))
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert rows["0"]["qk/symmetry/layer_02"] == pytest.approx(1, abs=1e-5)
+    expected = score_model(AutoModelForMaskedLM.from_pretrained(tmp_path / "trained")).to_log(heads=True)
+    assert {key: rows["3"][key] for key in expected} == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert rows["3"]["qk/symmetry/median"] < 0.999, "training must have moved something"
+    history = read_history(tmp_path / "out")
+    assert len(history) == 3 * LAYERS * (1 + 4), "one process writes the history"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("broken", ["computation", "dequantisation"])
+def test_a_failure_on_one_rank_does_not_hang_the_others(engine, broken, tmp_path):
+    """Rank 1 fails in the computation, or between gathering and it: training ends, and rank 0's scores stand."""
+    # 60 s for training itself; starting two processes that import everything takes as long again on a busy machine.
+    torchrun("distributed_training.py", engine, str(tmp_path), broken, timeout=150, **on_cpu(engine))
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    expected = score_model(AutoModelForMaskedLM.from_pretrained(tmp_path / "trained")).to_log()
+    assert {key: rows["3"][key] for key in expected} == pytest.approx(expected, rel=1e-5, abs=1e-5)
