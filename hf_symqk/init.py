@@ -104,6 +104,7 @@ class SymmetricInit:
     >>> config = BertConfig(
     ...     hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64, vocab_size=99
     ... )
+    >>> model = AutoModel.from_config(config, qk_init=SymmetricInit(layers=[0, 1]))
     >>> attention = model.encoder.layer[0].attention.self
     >>> bool((attention.query.weight == attention.key.weight).all())
     True

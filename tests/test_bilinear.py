@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import hf_symqk.bilinear as bilinear
+import hf_symqk._sums as sums_module
 from hf_symqk import BilinearForm, directionality_score, symmetry_score
 
 
@@ -75,9 +75,9 @@ def check_all_methods(left: Tensor, right: Tensor) -> None:
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks and tiles, the last ones cut, at sizes that a test can afford."""
-    monkeypatch.setattr(bilinear, "_TILE_EDGE", {"cpu": 64})
-    monkeypatch.setattr(bilinear, "_SCRATCH_ELEMENTS", {"cpu": 2**9})
-    monkeypatch.setattr(bilinear, "_MIN_BLOCK_ROWS", 16)
+    monkeypatch.setattr(sums_module, "_TILE_EDGE", {"cpu": 64})
+    monkeypatch.setattr(sums_module, "_SCRATCH_ELEMENTS", {"cpu": 2**9})
+    monkeypatch.setattr(sums_module, "MIN_BLOCK_ROWS", 16)
 
 
 # --- against dense matrices ----------------------------------------------------------------------------------------
@@ -96,9 +96,9 @@ def test_shapes_take_the_way_they_stand_for(shape: tuple[int, int], way: str, mo
     """Guards the other tests: if the cost rule moves, GRAM and TILES have to move with it."""
     taken = []
     for name in ("_gram_sums", "_tile_sums"):
-        original = getattr(bilinear, name)
+        original = getattr(sums_module, name)
         monkeypatch.setattr(
-            bilinear, name, lambda *args, name=name, original=original: taken.append(name) or original(*args)
+            sums_module, name, lambda *args, name=name, original=original: taken.append(name) or original(*args)
         )
     BilinearForm(draw(*shape), draw(*shape, seed=1)).scores()
     assert taken == [way]
@@ -399,7 +399,7 @@ def test_settings_are_restored_after_an_error(monkeypatch: pytest.MonkeyPatch) -
     def fail(*args: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(bilinear, "_chunk_sums", fail)
+    monkeypatch.setattr("hf_symqk.bilinear.chunk_sums", fail)
     before = settings()
     with pytest.raises(MemoryError):
         BilinearForm(draw(*GRAM), draw(*GRAM)).scores()
