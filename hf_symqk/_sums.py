@@ -156,13 +156,18 @@ def _grams(left: Tensor, right: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
 def _row_squares(factor: Tensor, gram: Tensor) -> Tensor:
     """Row norms² of `factor @ other.mT`, where `gram = otherᵀ other`."""
     squares = gram.new_empty(factor.shape[:-1])
-    for rows in row_blocks(factor):
-        block = factor[:, rows].to(gram.dtype)
-        # Along the memory of the factor (weights of linear layers lie the second way): elementwise steps then stream.
-        if block.stride(-1) == 1:
-            squares[:, rows] = (block @ gram).mul_(block).sum(-1)
-        else:
-            squares[:, rows] = (gram @ block.mT).mul_(block.mT).sum(-2)
+    limit = _cached_limit(factor)
+    parts = zip(
+        factor.split(limit), gram.expand(factor.shape[0], -1, -1).split(limit), squares.split(limit), strict=True
+    )
+    for part, part_gram, target in parts:
+        for rows in row_blocks(part):
+            block = part[:, rows].to(gram.dtype)
+            # Along the memory of the factor (weights of linear layers lie the second way): elementwise steps stream.
+            if block.stride(-1) == 1:
+                target[:, rows] = (block @ part_gram).mul_(block).sum(-1)
+            else:
+                target[:, rows] = (part_gram @ block.mT).mul_(block.mT).sum(-2)
     return squares.clamp_(min=0)  # rounding may leave a zero row below zero
 
 
@@ -246,8 +251,15 @@ def scratch(tensor: Tensor) -> int:
     return _SCRATCH_ELEMENTS.get(tensor.device.type, _SCRATCH_ELEMENTS_ACCELERATOR)
 
 
-def chunk_limit(factor: Tensor) -> int:
-    """How many matrices share a chunk."""
+def chunk_limit(left: Tensor, right: Tensor) -> int:
+    """How many matrices share a chunk: all, as products of many run fastest, unless they have to be converted."""
+    if left.dtype is right.dtype is accumulation_dtype(left, right):
+        return max(1, left.shape[-3] if left.ndim > 2 else 1)
+    return _cached_limit(left)
+
+
+def _cached_limit(factor: Tensor) -> int:
+    """How many matrices have temporaries of at least `MIN_BLOCK_ROWS` rows in the scratch at once."""
     return max(1, scratch(factor) // (MIN_BLOCK_ROWS * factor.shape[-1] or 1))
 
 

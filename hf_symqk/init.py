@@ -287,7 +287,10 @@ def _scale_ratio(layer: AttentionLayer) -> float:
     with layer.tensors("query", "key") as tensors:
         weights = [tensors[part].weight for part in ("query", "key")]
         # About zero: these are draws of mean 0, and a model's draw of a handful of channels may have none to spare.
-        query_std, key_std = (weight.float().square().mean().sqrt().item() for weight in weights)
+        query_std, key_std = (
+            torch.linalg.vector_norm(weight, dtype=torch.float32).item() / math.sqrt(weight.numel())
+            for weight in weights
+        )
         standard_error = math.sqrt(sum(0.5 / weight.numel() for weight in weights))
     if query_std == key_std:
         return 1.0

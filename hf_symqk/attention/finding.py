@@ -182,8 +182,11 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
             fit the shapes of its weights.
     """
     table = layouts()
+    modules = list(_walk(model))
     found: list[AttentionLayer] = []
-    for name, module, config in _walk(model):
+    for name, module, config in modules:
+        if not module._modules:
+            continue
         model_type = getattr(config, "model_type", None)
         for layout in table:
             if layout.model_types is not None and model_type not in layout.model_types:
@@ -192,7 +195,7 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
                 heads = _head_shape(name, module, layout, config)
                 found.append(AttentionLayer(name, module, layout, heads, _kind(name, module, layout)))
                 break
-    left_out = _left_out(model, found)
+    left_out = _left_out(modules, found)
     if not found:
         raise ValueError(
             f"No attention layer of {type(model).__name__} matches a known layout. Modules looked at:\n"
@@ -332,15 +335,15 @@ def _stack_names(containers: list[tuple[str, ...]]) -> dict[tuple[str, ...], str
     return names
 
 
-def _left_out(model: nn.Module, found: list[AttentionLayer]) -> list[str]:
+def _left_out(modules: list[tuple[str, nn.Module, PreTrainedConfig | None]], found: list[AttentionLayer]) -> list[str]:
     """Modules that look like attention and hold weights, but are not, contain or belong to a layer that was found."""
     names = [layer.name for layer in found]
     lines: dict[str, str] = {}
-    for name, module, config in _walk(model):
-        weights = [child for child, holder in module.named_children() if getattr(holder, "weight", None) is not None]
-        if "attention" not in type(module).__name__.lower() or not weights:
+    for name, module, config in modules:
+        if "attention" not in type(module).__name__.lower():
             continue
-        if any(f"{known}.".startswith(f"{name}.") or name.startswith(f"{known}.") for known in names):
+        weights = [child for child, holder in module.named_children() if getattr(holder, "weight", None) is not None]
+        if not weights or any(f"{known}.".startswith(f"{name}.") or name.startswith(f"{known}.") for known in names):
             continue
         entry = (
             f"{type(module).__name__} (model type {getattr(config, 'model_type', None)!r}) with {', '.join(weights)}"
