@@ -1,6 +1,6 @@
 """
-Run by test_distributed.py under torchrun: `QKScoreCallback` in a Trainer under one engine. The callback itself asserts that
-the engine really ran; the weights at the end are saved whole, so that the test can score them in one process.
+Run by test_distributed.py under torchrun: `QKScoreCallback` in a Trainer under one engine. The callback itself asserts
+that the engine really ran; the weights at the end are saved whole, so that the test can score them in one process.
 """
 
 import json

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import BY_NAME, LAYERS
-from transformers import AutoModelForMaskedLM, BertModel
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertModel
 
-from hf_symqk import find_attention_layers, score_model
+from hf_symqk import QKScores, find_attention_layers, score_model
 from hf_symqk.history import read_history
 
 
@@ -68,8 +68,8 @@ def on_cpu(engine: str) -> dict[str, str]:
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3", "zero3_persistent"])
 def test_callback_under_an_engine(engine, tmp_path):
     """
-    In a Trainer of two processes the scores that rank 0 logs are those that one process gives for the whole weights, at
-    the start (a symmetric model) and at the end (the saved one); the worker asserts that the engine really ran.
+    In a Trainer of two processes the scores that rank 0 logs are those that one process gives for the whole weights,
+    at the start (a symmetric model) and at the end (the saved one); the worker asserts that the engine really ran.
     """
     torchrun("distributed_training.py", engine, str(tmp_path), "no", **on_cpu(engine))
     rows = json.loads((tmp_path / "rows.json").read_text())
@@ -91,3 +91,36 @@ def test_a_failure_on_one_rank_does_not_hang_the_others(engine, broken, tmp_path
     rows = json.loads((tmp_path / "rows.json").read_text())
     expected = score_model(AutoModelForMaskedLM.from_pretrained(tmp_path / "trained")).to_log()
     assert {key: rows["3"][key] for key in expected} == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3", "tp_bert", "tp_llama", "tp_transformers"])
+def test_score_model_in_a_plain_loop(engine, tmp_path):
+    """
+    Without a Trainer each of two processes gets the scores that one process gives for the whole weights: on a model
+    that accelerate prepared and a loop trained, and on one that torch or Transformers split by heads. The worker
+    asserts that the engine really ran.
+    """
+    torchrun("distributed_loop.py", engine, str(tmp_path), **on_cpu(engine))
+    first, second = (QKScores.from_json(tmp_path / f"scores_{rank}.json") for rank in (0, 1))
+    assert first == second
+    if engine in ("tp_llama", "tp_transformers"):
+        model = AutoModelForCausalLM.from_config(BY_NAME["llama"].config())
+    else:
+        model = AutoModelForMaskedLM.from_config(BY_NAME["bert"].config(tie_word_embeddings=False))
+    model.load_state_dict(torch.load(tmp_path / "weights.pt"))
+    expected = score_model(model)
+    assert [layer.name for layer in first.layers] == [layer.name for layer in expected.layers]
+    values, expected_values = (scores.to_log(heads=True) for scores in (first, expected))
+    assert values == pytest.approx(expected_values, rel=1e-5, abs=1e-5)
+    norms = [layer.frobenius_norm for layer in first.layers]
+    assert norms == pytest.approx([layer.frobenius_norm for layer in expected.layers], rel=1e-5)
+    if engine != "tp_transformers":  # which only loads
+        assert values["qk/symmetry/median"] < 0.999, "training must have moved something"
+
+
+@pytest.mark.slow
+def test_fsdp1_is_refused(tmp_path):
+    """Under FSDP1 every rank is told to use FSDP2, by an error from `score_model` and by one warning of a callback."""
+    torchrun("distributed_loop.py", "fsdp1", str(tmp_path), **on_cpu("fsdp1"))
+    assert sorted(path.name for path in tmp_path.glob("done_*")) == ["done_0", "done_1"]

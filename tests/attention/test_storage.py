@@ -178,7 +178,7 @@ def test_torchao_is_dequantised():
 
 
 def test_packed_weights_are_refused_by_name():
-    """A packed format that cannot be read is one error naming the class and what it holds; integers are never scored."""
+    """A packed format that cannot be read is one error naming class and content; integers are never scored."""
 
     class GPTQLinear(nn.Module):
         def __init__(self):
