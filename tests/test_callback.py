@@ -124,6 +124,7 @@ def test_tensorboard_fresh_and_resumed(tmp_path):
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(tmp_path / "events")
     try:
         settings = {"report_to": "tensorboard", "save_steps": 3, "max_steps": 7}
+        settings["restore_callback_states_from_checkpoint"] = True
         trainer = tiny_trainer(tmp_path / "out", [QKScoreCallback()], **settings)
         trainer.train()
         rows = scored_rows(trainer)
