@@ -198,8 +198,12 @@ def refused(folder: Path) -> None:
     model = FullyShardedDataParallel(model, auto_wrap_policy=wrap, use_orig_params=True, device_id=torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     train(model, optimizer, DataLoader(Tokens(), batch_size=4), lambda loss: loss.backward())
-    with pytest.raises(ValueError, match=r"FSDP1.*Use FSDP2"):
-        score_model(model)
+    flattened = FullyShardedDataParallel(
+        build("bert"), auto_wrap_policy=wrap, use_orig_params=False, device_id=torch.device("cpu")
+    )
+    for sharded in (model, model.module, flattened):
+        with pytest.raises(ValueError, match=r"FSDP1.*Use FSDP2"):
+            score_model(sharded)
     records = Records()
     logging.getLogger("hf_symqk").addHandler(records)
     callback = QKScoreCallback()

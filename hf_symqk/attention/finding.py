@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .layouts import HeadShape, Part, Projection, QKLayout, layouts
-from .tensors import LinearTensors, full_shape, is_sharded, linear_shape, whole_linears, whole_parameters
+from .tensors import LinearTensors, full_shape, is_sharded, linear_shape, refuse_fsdp1, whole_linears, whole_parameters
 
 
 __all__ = ["AttentionLayer", "HeadTensors", "find_attention_layers"]
@@ -187,6 +187,7 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
     for name, module, config in modules:
         if not module._modules:
             continue
+        refuse_fsdp1(module)
         model_type = getattr(config, "model_type", None)
         for layout in table:
             if layout.model_types is not None and model_type not in layout.model_types:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
@@ -21,6 +22,7 @@ __all__ = [
     "full_shape",
     "is_sharded",
     "linear_shape",
+    "refuse_fsdp1",
     "storage_name",
     "whole_linears",
     "whole_parameters",
@@ -221,12 +223,29 @@ def _plain_shape(holder: nn.Module) -> torch.Size | None:
     if weight is None:
         return None
     if getattr(weight, "_fsdp_flattened", False):
-        raise ValueError(
-            "The model is sharded by FSDP1 (`FullyShardedDataParallel`), which keeps no shaped parameters. Use "
-            "FSDP2 (`fully_shard`; `fsdp_version: 2` in accelerate), whose weights can be read."
-        )
+        raise ValueError(_FSDP1)
     shape = full_shape(weight)
     return shape if len(shape) == 2 else None
+
+
+_FSDP1 = (
+    "The model is sharded by FSDP1 (`FullyShardedDataParallel`), which keeps no shaped parameters. Use FSDP2 "
+    "(`fully_shard`; `fsdp_version: 2` in accelerate), whose weights can be read."
+)
+
+
+def refuse_fsdp1(module: nn.Module) -> None:
+    """
+    Refuses what FSDP1 has sharded, whichever way it keeps its parameters.
+
+    Args:
+        module (`torch.nn.Module`): Any module of a model.
+
+    Raises:
+        ValueError: if the module is a unit of FSDP1.
+    """
+    if isinstance(module, FullyShardedDataParallel):
+        raise ValueError(_FSDP1)
 
 
 def _read_plain(holder: nn.Module, whole: Whole) -> LinearTensors:
