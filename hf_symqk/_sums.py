@@ -98,6 +98,12 @@ def careful_sums(left: Tensor, right: Tensor, with_rows: bool) -> Sums:
     left, right = (
         factor.to("cpu" if factor.device.type == "mps" else factor.device).double() for factor in (left, right)
     )
+    # W does not change if a channel is scaled up on one side and down on the other, but sums over channels of very
+    # unequal size would cancel.
+    sizes = [torch.linalg.vector_norm(factor, dim=-2, keepdim=True) for factor in (left, right)]
+    balance = (sizes[1] / sizes[0]).sqrt()
+    balance = torch.where(torch.isfinite(balance) & (balance > 0), balance, torch.ones_like(balance))
+    left, right = left * balance, right / balance
     left_range, right_range = largest_magnitude(left), largest_magnitude(right)
     sums = chunk_sums(left / left_range[:, None, None], right / right_range[:, None, None], torch.float64, with_rows)
     square = torch.where(sums.squared_norm == 0, torch.ones_like(sums.squared_norm), sums.squared_norm)

@@ -2,7 +2,7 @@
 
 import logging
 import math
-import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,10 @@ from .scoring import ScorableLayer, join_gathering, model_type, not_finite, scor
 __all__ = ["QKScoreCallback"]
 
 logger = logging.getLogger(__name__)
+
+
+def _is_training_loss(key: str) -> bool:
+    return key.rpartition("/")[2] == "loss" and not key.startswith("eval")
 
 
 class QKScoreCallback(TrainerCallback):
@@ -105,55 +109,98 @@ class QKScoreCallback(TrainerCallback):
         self.prefix = prefix
         self.strict = strict
         self.scores: QKScores | None = None
-        self._handler: weakref.ref[CallbackHandler] | None = None
+        self._handler: CallbackHandler | None = None
         self._history: ScoreHistory | None = None
         self._measured_step: int | None = None
+        self._summary: dict[str, Any] | None = None
+        self._is_due = False
+        self._events = 0
         self._said: set[str] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The handler leads to the model and the whole Trainer, which a copy of the callback is not to carry around.
+        return {**self.__dict__, "_handler": None}
 
     # --- events ---
 
     def on_added(self, handler: CallbackHandler) -> None:
         """Called by the plugin: the handler is what sends the values of step 0 to the other callbacks."""
-        self._handler = weakref.ref(handler)
+        self._handler = handler
+        # A wrong choice is an error now, not after an hour of training. While the Trainer is being made there is no
+        # model yet; `on_init_end` comes with it.
+        if (model := getattr(handler, "model", None)) is not None:
+            self._chosen(model)
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._chosen(kwargs["model"])  # a wrong choice is an error now, not after an hour of training
+        self._chosen(kwargs["model"])
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.scores = self._history = self._measured_step = None
+        self.scores = self._history = self._measured_step = self._summary = None
+        self._is_due = False
+        # The history of a resumed run brings its events along, so that every k-th stays every k-th.
+        self._events = sum(any(_is_training_loss(key) for key in row) for row in state.log_history)
         self._said.clear()
         if state.is_world_process_zero:
-            self._guard("the history file", lambda: self._open_history(Path(str(args.output_dir)), state))
+            path = Path(str(args.output_dir)) / f"{self.prefix.replace('/', '_')}_scores.csv"
+            self._guard("the history file", self._open_history, path, state.global_step)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self._is_due = False
         # Here and not in `on_train_begin`: by now every tracker has opened its run.
         if self.log_at_start and state.global_step == 0 and not self._is_scored(state):
-            values = self._measure(kwargs["model"], state)
-            handler = self._handler() if self._handler is not None else None
-            if values:
-                state.log_history.append({**values, "epoch": 0.0, "step": 0})
-            if values and handler is not None:
-                handler.on_log(args, state, control, {**values, "epoch": 0.0})
+            logs = {**self._measure(kwargs["model"], state), "epoch": 0.0}
+            state.log_history.append({**logs, "step": 0})
+            # On every rank, as the Trainer's own events: other callbacks may meet their peers in it.
+            if self._handler is not None:
+                self._handler.on_log(args, state, control, logs)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._note_event(control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._note_event(control)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         logs: dict[str, Any] = kwargs["logs"]
-        if self._is_scored(state):
-            return
         is_summary = "train_runtime" in logs
-        # Counted in the history, which a resumed run brings along, so that every k-th event stays every k-th.
-        number = sum("loss" in row for row in state.log_history)
-        if ("loss" in logs and number % self.every == 0) or (is_summary and self.log_at_end):
-            values = self._measure(kwargs["model"], state)
-            logs.update(values)
+        is_turn = self._is_due and self._events % self.every == 0
+        self._is_due = False
+        if self._is_scored(state) or not (is_turn or (is_summary and self.log_at_end)):
+            return
+        values = self._measure(kwargs["model"], state)
+        logs.update(values)
+        if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(values)
+        elif values:
+            state.log_history.append({**values, "step": state.global_step})
+        if is_summary:
+            self._summary = logs
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # The summary is also what `train()` returns as the run's metrics; there the scores do not belong.
+        for key in [key for key in self._summary or () if key.startswith(f"{self.prefix}/")]:
+            (self._summary or {}).pop(key)
 
     # --- measuring ---
+
+    def _note_event(self, control: TrainerControl) -> None:
+        # Decided by the flow callback just before; the Trainer's next call of `on_log` is the event, by whatever names
+        # it (or a subclass) logs the loss.
+        if control.should_log and not self._is_due:
+            self._is_due = True
+            self._events += 1
 
     def _is_scored(self, state: TrainerState) -> bool:
         if self._measured_step == state.global_step:
@@ -164,8 +211,8 @@ class QKScoreCallback(TrainerCallback):
     def _chosen(self, model: nn.Module) -> list[AttentionLayer]:
         return select_layers(find_attention_layers(model), layers=self.layers, attention=self.attention)
 
-    def _open_history(self, folder: Path, state: TrainerState) -> None:
-        self._history = ScoreHistory(folder / "qk_scores.csv", state.global_step)
+    def _open_history(self, path: Path, resumed_step: int) -> None:
+        self._history = ScoreHistory(path, resumed_step)
 
     def _measure(self, model: nn.Module, state: TrainerState) -> dict[str, float]:
         """Scores on rank 0, while every rank gathers every layer; the values to log, empty on other ranks."""
@@ -197,12 +244,12 @@ class QKScoreCallback(TrainerCallback):
         if names and not errors:
             self._say(not_finite(names), once="not finite")
         if (history := self._history) is not None:
-            self._guard("the history file", lambda: history.append(state.global_step, scores))
+            self._guard("the history file", history.append, state.global_step, scores)
         return scores.to_log(self.prefix, heads=self.heads)
 
-    def _guard(self, what: str, action: Any) -> None:
+    def _guard(self, what: str, action: Callable[..., None], *arguments: Any) -> None:
         try:
-            action()
+            action(*arguments)
         except Exception as error:
             self._say(f"{what}: {type(error).__name__}: {error}")
             if self.strict:

@@ -4,6 +4,7 @@ Query-key initialisation: the `SymmetricInit` option and the schemes that write 
 Shape legend: `D` model width, `H` query heads, `G` key/value heads, `r = H / G`, `E` head width.
 """
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -11,20 +12,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .attention import (
     ATTENTION_KINDS,
     AttentionKind,
     AttentionLayer,
+    AttentionSurvey,
     HeadShape,
     HeadTensors,
     LayerChoice,
     Part,
-    find_attention_layers,
+    describe_left_out,
     select_layers,
     storage_name,
+    survey_attention,
 )
 
 
@@ -130,6 +133,19 @@ class SymmetricInit:
             layers = None if self.layers is None else _indices(self.layers)
         object.__setattr__(self, "layers", layers)  # one form, so that equal choices compare equal
 
+    def __hash__(self) -> int:
+        return hash(json.dumps(self.to_dict(), sort_keys=True))
+
+    @property
+    def changes_weights(self) -> bool:
+        """Whether the option does anything at all to the layers that it names."""
+        return _SCHEMES[self.scheme] is not None or self.distribution is not None
+
+    @property
+    def needs_whole_model(self) -> bool:
+        """Whether it takes the whole model, its stacks and kinds of attention, to tell which layers are meant."""
+        return self.layers is not None or self.attention != "self"
+
     def to_dict(self) -> dict[str, Any]:
         """
         The option as JSON values, without fields that have their default (except the scheme).
@@ -210,29 +226,48 @@ def apply_qk_init(model: nn.Module, qk_init: "str | Mapping[str, Any] | Symmetri
     ```
     """
     init = SymmetricInit.from_value(qk_init)
-    write_init(choose_layers(model, init), init)
-    config = getattr(model, "config", None)
-    if isinstance(config, PreTrainedConfig):
-        config.qk_init = init.to_dict()  # plain values, which a config can hold with and without the plugin
+    write_init(choose_layers(survey_attention(model), init), init)
+    whole = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
+    if whole is not None:
+        whole.config.qk_init = init.to_dict()  # plain values, which a config can hold with and without the plugin
     return model
 
 
-def choose_layers(model: nn.Module, init: SymmetricInit) -> list[AttentionLayer]:
+def choose_layers(survey: AttentionSurvey, init: SymmetricInit) -> list[AttentionLayer]:
     """
-    Layers of the model that the option speaks of, each known to be one that the scheme can serve.
+    Layers of a model that the option speaks of.
 
     Args:
-        model (`torch.nn.Module`): The model in which layers are counted.
+        survey ([`AttentionSurvey`]): What [`survey_attention`] found in the model in which layers are counted.
         init ([`SymmetricInit`]): The option.
 
     Returns:
         `list[AttentionLayer]`
 
     Raises:
-        ValueError: if the model has no such layers, or the scheme cannot serve one of them.
+        ValueError: if the model has no such layers, or the option means all and some modules that look like attention
+            are not known.
     """
-    chosen = select_layers(find_attention_layers(model), layers=init.layers, attention=init.attention)
-    for layer in chosen:
+    if init.layers is None and survey.left_out and init.changes_weights:
+        raise ValueError(
+            f"`qk_init` is to reach every layer, but {describe_left_out(survey.left_out)} Or name the layers that it "
+            "is to reach with `SymmetricInit(layers=...)`."
+        )
+    return select_layers(survey.layers, layers=init.layers, attention=init.attention)
+
+
+def require_servable(layers: Iterable[AttentionLayer], init: SymmetricInit) -> None:
+    """
+    Checks that the scheme can serve layers, before anything is written.
+
+    Args:
+        layers (`Iterable[AttentionLayer]`): The layers.
+        init ([`SymmetricInit`]): The option.
+
+    Raises:
+        ValueError: naming the first layer that it cannot serve, and why.
+    """
+    for layer in layers:
         widths = [layer.input_width(part) for part in ("query", "key")]
         if init.scheme == "symmetric" and widths[0] != widths[1]:
             raise ValueError(
@@ -250,21 +285,23 @@ def choose_layers(model: nn.Module, init: SymmetricInit) -> list[AttentionLayer]
                 f"`distribution` redraws V too, and {layer.name!r} has none where layout {layer.layout.name!r} "
                 "expects it. Describe the layout with `value=` by `hf_symqk.register_qk_layout`."
             )
-    return chosen
 
 
 def write_init(layers: Iterable[AttentionLayer], init: SymmetricInit) -> None:
     """
-    Writes the scheme to layers that [`choose_layers`] returned.
+    Writes the scheme to layers.
 
     Args:
         layers (`Iterable[AttentionLayer]`): The layers.
         init ([`SymmetricInit`]): The option.
 
     Raises:
-        ValueError: before anything is written, if Q of a layer is all zero, so that K cannot be made from it.
+        ValueError: before anything is written, if the scheme cannot serve a layer (see [`require_servable`]), or Q of
+        a
+            layer is all zero, so that K cannot be made from it.
     """
     layers = list(layers)
+    require_servable(layers, init)
     scheme = _SCHEMES[init.scheme]
     ratios = [1.0] * len(layers)
     if scheme is not None and init.distribution is None:

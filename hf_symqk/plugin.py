@@ -21,7 +21,7 @@ import functools
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -32,14 +32,14 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.integrations import deepspeed as deepspeed_integration
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
 
-from .attention import AttentionLayer
+from .attention import AttentionLayer, survey_attention
 from .init import SymmetricInit, choose_layers, write_init
 from .scores import METRICS
 
 
 __all__ = ["register", "unregister"]
 
-_ORIGINAL = "__hf_symqk_original__"
+_ORIGINAL, _ENABLED, _SELF = (f"__hf_symqk_{mark}__" for mark in ("original", "enabled", "self"))
 
 
 # --- the config attribute -----------------------------------------------------------------------------------------
@@ -52,13 +52,15 @@ class _QKInitAttribute:
         if config is None:
             return self
         value = config.__dict__.get("qk_init")
-        return None if value is None else SymmetricInit.from_value(value)
+        return SymmetricInit.from_value(value) if isinstance(value, str | Mapping) else value
 
     def __set__(self, config: PreTrainedConfig, value: Any) -> None:
         if value is None:
             config.__dict__.pop("qk_init", None)
-        else:
+        elif isinstance(value, str | Mapping | SymmetricInit) or type(config).__module__.startswith("transformers."):
             config.__dict__["qk_init"] = SymmetricInit.from_value(value).to_dict()
+        else:
+            config.__dict__["qk_init"] = value  # a config of somebody else's, who means something else by the name
 
     def __delete__(self, config: PreTrainedConfig) -> None:
         try:
@@ -147,9 +149,7 @@ def _wrap_initialize_weights(original: Callable[[PreTrainedModel], None]) -> Cal
         undrawn = [module for module in model.modules() if _is_undrawn(module)]
         original(model)
         _drawn.update((module, _versions(module)) for module in undrawn)
-        # A part of a model under construction waits for the whole, which knows its stacks and carries its option.
-        if not _is_under_construction(model):
-            _apply_options(model)
+        _apply_options(model, is_part=_is_under_construction(model))
 
     return initialize_weights
 
@@ -174,7 +174,7 @@ def _is_under_construction(model: PreTrainedModel) -> bool:
     announces neither that its construction began nor that it failed, so any record kept beside it can go stale and
     would then silence the option for good.
     """
-    frame = sys._getframe(2)
+    frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_name == "__init__" and code.co_argcount:
@@ -185,31 +185,58 @@ def _is_under_construction(model: PreTrainedModel) -> bool:
     return False
 
 
-def _apply_options(model: PreTrainedModel) -> None:
-    """Applies the option of the model, and options that parts of it have of their own, to layers just drawn."""
-    request = _request.get()
+def _apply_options(model: PreTrainedModel, is_part: bool) -> None:
+    """
+    Applies the option of the model, and options that parts of it have of their own, to layers just drawn.
+
+    A part of a model under construction (`is_part`) only does what the whole would do just so: an option that names
+    stacks or layers, or a part without known attention, waits for the whole.
+    """
+    request = None if is_part else _request.get()
+    claimed: set[nn.Module] = set()
+    # Inner first: what speaks for itself is not overruled from around it.
+    for part, init in reversed(_scopes(model, request)):
+        if (is_part and init.needs_whole_model) or not any(_is_fresh(module) for module in part.modules()):
+            continue
+        try:
+            survey = survey_attention(part)
+        except ValueError:
+            if is_part:
+                continue
+            raise
+        fresh = [
+            layer
+            for layer in survey.layers
+            if layer.module not in claimed and all(_is_fresh(holder) for holder in _holders(layer))
+        ]
+        if not fresh:
+            continue  # everything came from a checkpoint, for which an option that was saved with it asks nothing
+        chosen = choose_layers(survey, init)
+        written = [layer for layer in chosen if layer in fresh]
+        write_init(written, init)
+        claimed.update(layer.module for layer in chosen)
+        for layer in written:
+            for holder in _holders(layer):
+                _drawn.pop(holder, None)
+        if request is not None and part is model and written:
+            request.layers = len(written)
+            model.config.qk_init = init
+
+
+def _scopes(model: PreTrainedModel, request: _Request | None) -> list[tuple[PreTrainedModel, SymmetricInit]]:
+    """The models in a model that have an option other than the one around them, from the outside in."""
     scopes: list[tuple[PreTrainedModel, SymmetricInit]] = []
     inherited: dict[str, SymmetricInit | None] = {}
     for path, part in model.named_modules():
-        outer = next((inherited[prefix] for prefix in _prefixes(path) if prefix in inherited), None)
         if isinstance(part, PreTrainedModel):
+            outer = next((inherited[prefix] for prefix in _prefixes(path) if prefix in inherited), None)
             own = request.init if request is not None and part is model else part.config.qk_init
+            own = own if isinstance(own, SymmetricInit) else None  # a foreign config may mean something else by it
             inherited[path] = own if own is not None else outer
             # Parts that share their model's config (or a copy of it) belong to it; only another option is their own.
             if own is not None and own != outer:
                 scopes.append((part, own))
-    claimed: set[nn.Module] = set()
-    for part, init in reversed(scopes):  # inner first: what speaks for itself is not overruled from around it
-        layers = choose_layers(part, init)
-        fresh = [layer for layer in layers if layer.module not in claimed and _is_fresh(layer)]
-        claimed.update(layer.module for layer in layers)
-        write_init(fresh, init)
-        for layer in fresh:
-            for holder in _holders(layer):
-                _drawn.pop(holder, None)
-        if request is not None and part is model and fresh:
-            request.layers = len(fresh)
-            model.config.qk_init = init
+    return scopes
 
 
 def _prefixes(path: str) -> Iterable[str]:
@@ -224,8 +251,8 @@ def _holders(layer: AttentionLayer) -> list[nn.Module]:
     return [layer.module.get_submodule(name) for name in names]
 
 
-def _is_fresh(layer: AttentionLayer) -> bool:
-    return all(_drawn.get(holder) == _versions(holder) for holder in _holders(layer))
+def _is_fresh(module: nn.Module) -> bool:
+    return module in _drawn and _drawn[module] == _versions(module)
 
 
 # --- the Trainer's callbacks --------------------------------------------------------------------------------------
@@ -276,27 +303,60 @@ _PATCHES: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
 def register() -> None:
     """
     Puts the hooks into Transformers. Importing `hf_symqk` does this; calling it again, or reloading the package,
-    changes nothing: a hook is never put upon a hook.
+    changes nothing: a hook is never put upon a hook. What other libraries have put around a hook meanwhile stays.
     """
     for owner, name, wrap in _PATCHES:
-        original = _unwrapped(owner.__dict__[name])
-        wrapper = wrap(original)
-        setattr(getattr(wrapper, "__func__", wrapper), _ORIGINAL, original)
-        setattr(owner, name, wrapper)
+        current = owner.__dict__[name]
+        hook = _hook_in(current)
+        if hook is not None and hook is not _function(current):
+            setattr(hook, _ENABLED, True)
+        else:
+            setattr(owner, name, _hooked(current if hook is None else getattr(hook, _ORIGINAL), wrap))
     setattr(PreTrainedConfig, "qk_init", _QKInitAttribute())  # noqa: B010 (no declared attribute to assign to)
 
 
 def unregister() -> None:
     """
-    Restores Transformers exactly. Models and configs made meanwhile stay as they are; a `qk_init` in a config is then
-    a plain attribute that nothing reads.
+    Restores Transformers exactly; a hook that another library has wrapped since stays inside that wrapper and does
+    nothing. Models and configs made meanwhile stay as they are; a `qk_init` in a config is then a plain attribute that
+    nothing reads.
     """
     for owner, name, _ in _PATCHES:
-        setattr(owner, name, _unwrapped(owner.__dict__[name]))
+        hook = _hook_in(owner.__dict__[name])
+        if hook is None:
+            continue
+        setattr(hook, _ENABLED, False)
+        if hook is _function(owner.__dict__[name]):
+            setattr(owner, name, getattr(hook, _ORIGINAL))
     if "qk_init" in PreTrainedConfig.__dict__:
         delattr(PreTrainedConfig, "qk_init")
 
 
-def _unwrapped(function: Any) -> Any:
-    # The mark is on the hook itself, so that it is found by another copy of this module too (reloaded, imported anew).
-    return getattr(getattr(function, "__func__", function), _ORIGINAL, function)
+def _hooked(original: Any, wrap: Callable[[Any], Any]) -> Any:
+    """The original with a hook in front: `wrap(original)` while the hook is enabled, the original itself after that."""
+    wrapped = _function(wrap(original))
+    plain = _function(original)
+
+    @functools.wraps(plain)
+    def hook(*args: Any, **kwargs: Any) -> Any:
+        return (wrapped if getattr(hook, _ENABLED) else plain)(*args, **kwargs)
+
+    # Marks on the hook itself, so that another copy of this module (reloaded, imported anew) finds it. A wrapper that
+    # somebody makes of it copies the marks, but `_SELF` then points elsewhere.
+    for mark, value in ((_ORIGINAL, original), (_ENABLED, True), (_SELF, hook)):
+        setattr(hook, mark, value)
+    return classmethod(hook) if isinstance(original, classmethod) else hook
+
+
+def _hook_in(attribute: Any) -> Any:
+    """The hook in a chain of wrappers, `None` if there is none."""
+    function = _function(attribute)
+    while function is not None:
+        if getattr(function, _SELF, None) is function:
+            return function
+        function = getattr(function, "__wrapped__", None)
+    return None
+
+
+def _function(attribute: Any) -> Any:
+    return getattr(attribute, "__func__", attribute)

@@ -13,7 +13,7 @@ from tiny_training import scored_rows, tiny_model, tiny_trainer
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForMaskedLM
+from transformers import AutoModelForMaskedLM, TrainerCallback
 
 from hf_symqk import QKScoreCallback
 from hf_symqk.attention import AttentionLayer
@@ -62,6 +62,15 @@ class CheckedCallback(QKScoreCallback):
             assert weight.shape == ((0,) if self.checked == 0 else (48, 48))
         self.checked += 1
         return super()._measure(model, state)
+
+
+class MeetsItsPeers(TrainerCallback):
+    """A callback of somebody else's with a collective in `on_log`: every event has to reach it on every rank."""
+
+    def on_log(self, args, state, control, **kwargs):
+        number = torch.ones(1)
+        dist.all_reduce(number)
+        assert number.item() == 2
 
 
 def build(engine: str, folder: Path) -> nn.Module:
@@ -120,7 +129,9 @@ def main(engine: str, folder: Path, broken: str) -> None:
         dist.init_process_group("gloo")
     model = build(engine, folder)
     callback = CheckedCallback(engine)
-    trainer = tiny_trainer(folder / "out", [callback], model=model, max_steps=3, save_strategy="no", **settings)
+    trainer = tiny_trainer(
+        folder / "out", [callback, MeetsItsPeers()], model=model, max_steps=3, save_strategy="no", **settings
+    )
     callback.trainer = trainer
     if broken != "no":
         break_rank_one(broken)

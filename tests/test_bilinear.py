@@ -470,3 +470,20 @@ def test_properties_and_repr() -> None:
     form = BilinearForm(torch.empty(2, 3, 10, 4, device="meta"), torch.empty(2, 1, 12, 4, device="meta"))
     assert (form.shape, form.rank, form.is_square) == ((2, 3, 10, 12), 4, False)
     assert repr(form) == "BilinearForm(shape=(2, 3, 10, 12), rank=4, dtype=torch.float32)"
+
+
+@pytest.mark.parametrize(("rank", "exponent"), [(64, 5), (8, 4)])
+def test_channels_of_opposite_scale(rank: int, exponent: int) -> None:
+    """
+    Channels that are large in one factor and small in the other (a norm's gain, say) leave an ordinary W; its scores
+    must not drown in the large channels' sums.
+    """
+    left, right = draw(768, rank).double(), draw(768, rank, seed=1).double()
+    scale = torch.logspace(-exponent, exponent, rank, dtype=torch.float64)
+    plain = BilinearForm(left, right).scores()
+    for dtype in (torch.float32, torch.float64):
+        scores = BilinearForm((left * scale).to(dtype), (right / scale).to(dtype)).scores()
+        # fp32 rounds the scaled factors themselves to 6e-8.
+        assert scores.symmetry.item() == pytest.approx(plain.symmetry.item(), abs=1e-5)
+        assert scores.directionality.item() == pytest.approx(plain.directionality.item(), abs=1e-4)
+        assert scores.frobenius_norm.item() == pytest.approx(plain.frobenius_norm.item(), rel=1e-5)

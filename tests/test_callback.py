@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pandas as pd
 import pytest
 import torch
 from tiny_training import scored_rows, tiny_model, tiny_trainer
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import set_seed
 
 import hf_symqk
@@ -271,7 +272,7 @@ def test_history_survives_kill_and_resume(tmp_path):
     script = """
         import os, signal, sys
         from tiny_training import tiny_trainer
-        from transformers import TrainerCallback
+        from transformers import Trainer, TrainerCallback
         from hf_symqk import QKScoreCallback
 
         class Kill(TrainerCallback):
@@ -406,6 +407,64 @@ def test_wrapped_models(tmp_path):
     assert any("_checkpoint_wrapped_module" in name for name, _ in wrapped.named_modules())
     for model in (compiled, parallel, checkpointed, wrapped):
         assert score_model(model) == plain
+
+
+def test_two_callbacks_keep_apart(tmp_path):
+    """Each has its own keys and its own history file, and neither disturbs the other's events."""
+    callbacks = [QKScoreCallback(), QKScoreCallback(prefix="loud", layers=[1], every=2)]
+    trainer = tiny_trainer(tmp_path, callbacks)
+    trainer.train()
+    assert list(scored_rows(trainer)) == [0, 2, 4, 6]
+    assert list(scored_rows(trainer, "loud")) == [0, 4, 6]
+    first, second = read_history(tmp_path), read_history(tmp_path / "loud_scores.csv")
+    assert not first.duplicated(["step", "layer"]).any()
+    assert sorted(set(second.step)) == [0, 4, 6]
+    assert set(second.layer) == {1}
+
+
+def test_metrics_of_the_run_stay_as_they_are(tmp_path):
+    """The scores of the last step are logged with the summary but are not among the metrics that `train()` returns."""
+    trainer = tiny_trainer(tmp_path, [QKScoreCallback()], max_steps=5)
+    metrics = trainer.train().metrics
+    assert 5 in scored_rows(trainer)
+    assert metrics.keys() == tiny_trainer(tmp_path / "plain", [], max_steps=5).train().metrics.keys()
+
+
+def test_trainers_that_log_in_their_own_way(tmp_path):
+    """Renamed keys, a log of one's own inside a step, a history that is not kept: scores come with the right events."""
+
+    class Renaming(Trainer):
+        def log(self, logs, *args, **kwargs):
+            super().log({f"train/{key}": value for key, value in logs.items()}, *args, **kwargs)
+
+        def compute_loss(self, *args, **kwargs):
+            super().log({"loss": 0.0})
+            return super().compute_loss(*args, **kwargs)
+
+    class Forgetting(Trainer):
+        def log(self, logs, *args, **kwargs):
+            self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
+
+    for trainer_class in (Renaming, Forgetting):
+        trainer = tiny_trainer(tmp_path, [QKScoreCallback(every=2)], trainer_class=trainer_class, max_steps=8)
+        trainer.train()
+        assert list(scored_rows(trainer)) == [0, 4, 8], trainer_class.__name__
+        assert scored_rows(trainer)[0]["qk/symmetry/median"] == pytest.approx(1, abs=1e-5)
+
+
+def test_callback_added_later_and_pickled(tmp_path):
+    """A choice that the model does not have is refused by `add_callback` too; a trainer's callback can be pickled."""
+    trainer = tiny_trainer(tmp_path, [])
+    with pytest.raises(ValueError, match=r"asks for \[9\]"):
+        trainer.add_callback(QKScoreCallback(layers=[9]))
+    trainer.pop_callback(QKScoreCallback)
+    callback = QKScoreCallback(every=3)
+    trainer.add_callback(callback)
+    trainer.train()
+    copy = pickle.loads(pickle.dumps(callback))
+    assert copy.every == 3
+    assert copy.scores == callback.scores
+    tiny_trainer(tmp_path, [copy], max_steps=2).train()
 
 
 def test_without_the_plugin_the_log_history_still_has_the_scores(tmp_path):

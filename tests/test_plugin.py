@@ -1,6 +1,7 @@
 """The hooks into Transformers: every way to hand over the option, the right moment, and leaving without a trace."""
 
 import copy
+import functools
 import importlib
 import json
 import subprocess
@@ -19,6 +20,7 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertModel,
+    BertPreTrainedModel,
     CLIPModel,
     EncoderDecoderConfig,
     EncoderDecoderModel,
@@ -60,7 +62,7 @@ def test_from_config_keyword(architecture: Architecture):
         config, qk_init="symmetric", dtype=torch.bfloat16, attn_implementation="eager"
     )
     assert config.to_dict() == before
-    assert not hasattr(vars(config), "qk_init")
+    assert "qk_init" not in vars(config)
     assert config.qk_init is None
     assert all(layer.symmetry == pytest.approx(1, abs=2e-3) for layer in score_model(model).layers)
     assert model.config.qk_init == SymmetricInit()
@@ -87,7 +89,7 @@ def test_config_saves_prints_copies_and_reads_back(architecture: Architecture, t
     config = architecture.config(qk_init=init)
     assert config.qk_init == init
     assert '"qk_init"' in repr(config)
-    assert copy.deepcopy(config) == config
+    assert copy.deepcopy(config).to_dict() == config.to_dict()
     assert copy.deepcopy(config).qk_init == init
     config.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["qk_init"] == {"scheme": "symmetric", "layers": [0]}
@@ -131,7 +133,7 @@ def test_auto_config_keyword(tmp_path):
     ],
 )
 def test_head_models_are_initialised_once_at_the_right_moment(name, auto_class, monkeypatch):
-    """A head around a base model, inner models carrying the same config: one write a layer, by the outermost model."""
+    """A head around a base model, inner models carrying the same config: each layer is written once."""
     written = []
     original = hf_symqk.plugin.write_init
     monkeypatch.setattr(
@@ -139,13 +141,13 @@ def test_head_models_are_initialised_once_at_the_right_moment(name, auto_class, 
     )
     architecture = Architecture(**{**vars(BY_NAME[name]), "auto_class": auto_class})
     model = architecture.build(qk_init="symmetric")
-    expected = [layer.name for layer in find_attention_layers(model) if layer.kind == "self"]
-    assert [layer.name for layer in written] == expected, "each layer once, named as the outermost model names it"
+    expected = [layer.module for layer in find_attention_layers(model) if layer.kind == "self"]
+    assert {layer.module for layer in written} == set(expected)
+    assert len(written) == len(expected), "each layer once"
     assert all(symmetric_layers(model))
     written.clear()
-    plain_config = architecture.config(qk_init="symmetric")
-    type(model)(plain_config)
-    assert [layer.name for layer in written] == expected
+    type(model)(architecture.config(qk_init="symmetric"))
+    assert len(written) == len(expected)
     written.clear()
     model.init_weights()  # everything is initialised already: nothing is drawn, nothing is written
     assert written == []
@@ -233,6 +235,43 @@ def test_meta_device_then_to_empty_then_init_weights(architecture: Architecture)
     assert {name.rpartition(".")[0] for name in names if name != "logit_scale"} == holders
 
 
+def test_a_model_around_that_never_initialises(tmp_path):
+    """A class of a user's own that forgets `post_init`: the base model inside it has its option all the same."""
+
+    class Around(BertPreTrainedModel):
+        def __init__(self, config):
+            super().__init__(config)
+            self.bert = BertModel(config)
+
+    assert all(symmetric_layers(Around(BERT.config(qk_init="symmetric"))))
+
+
+def test_an_option_for_all_layers_refuses_a_model_known_in_part():
+    """
+    A composite of which one tower is known: initialising that one alone would be half of what was asked for. Naming
+    layers says which half is meant.
+    """
+    config = transformers.BlipConfig(
+        text_config={**BY_NAME["bert"].values, "encoder_hidden_size": 48, "bos_token_id": 0},
+        vision_config={
+            "hidden_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "image_size": 16,
+            "patch_size": 8,
+        },
+        projection_dim=8,
+    )
+    with pytest.raises(
+        ValueError, match=r"(?s)to reach every layer, but .*BlipAttention.*SymmetricInit\(layers=...\)"
+    ) as raised:
+        AutoModel.from_config(config, qk_init="symmetric")
+    assert "register_qk_layout" in str(raised.value)
+    stack = find_attention_layers(AutoModel.from_config(config))[0].stack
+    model = AutoModel.from_config(config, qk_init={"layers": {stack: [0, 1, 2]}})
+    assert all(symmetric_layers(model))
+
+
 # --- loading ------------------------------------------------------------------------------------------------------
 
 
@@ -304,6 +343,41 @@ def test_keyword_reaches_layers_that_the_checkpoint_lacks(auto, tmp_path):
     assert [name for name, value in state.items() if name in same and not torch.equal(value, same[name])] == []
 
 
+@pytest.mark.parametrize("quantised", ["bitsandbytes_4bit", "bitsandbytes_8bit", "torchao"])
+@pytest.mark.parametrize("keyword", [False, True])
+def test_complete_checkpoints_load_quantised(quantised, keyword, tmp_path):
+    """An option saved in the config (or given again) does not stand in the way of loading packed weights."""
+    BertModel(BERT.config(qk_init="symmetric")).save_pretrained(tmp_path)
+    if quantised == "torchao":
+        torchao = pytest.importorskip("torchao.quantization")
+        settings = transformers.TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    else:
+        pytest.importorskip("bitsandbytes")
+        settings = transformers.BitsAndBytesConfig(**{f"load_in_{quantised[-4:]}": True})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="`qk_init` changes nothing")
+        if keyword:
+            with pytest.raises(UserWarning, match="`qk_init` changes nothing"):
+                BertModel.from_pretrained(tmp_path, quantization_config=settings, qk_init="symmetric")
+            return
+        model = BertModel.from_pretrained(tmp_path, quantization_config=settings)
+    query = model.encoder.layer[0].attention.self.query.weight
+    assert not query.is_floating_point() or type(query.data).__module__.startswith("torchao")
+    # Q and K hold the same numbers and are packed alike.
+    assert [layer.symmetry for layer in score_model(model).layers] == pytest.approx([1] * 3, abs=1e-4)
+
+
+def test_complete_checkpoints_load_into_less_than_was_saved(tmp_path):
+    """Fewer layers, or the encoder alone: the saved option names what is not there, and nothing has to be drawn."""
+    BertModel(BERT.config(qk_init={"layers": [2]})).save_pretrained(tmp_path / "bert")
+    model = BertModel.from_pretrained(tmp_path / "bert", num_hidden_layers=2)
+    assert len(score_model(model).layers) == 2
+    for number, option in enumerate(({"layers": {"decoder": [1]}}, {"attention": "cross"})):
+        T5ForConditionalGeneration(BY_NAME["t5"].config(qk_init=option)).save_pretrained(tmp_path / f"t5_{number}")
+        encoder = transformers.T5EncoderModel.from_pretrained(tmp_path / f"t5_{number}")
+        assert len(score_model(encoder).layers) == 2
+
+
 def test_saved_option_reaches_layers_that_the_checkpoint_lacks(tmp_path):
     """A deeper model grown from a checkpoint: the option in its config holds for the layers that are drawn anew."""
     BertModel(BERT.config(num_hidden_layers=2, qk_init="independent")).save_pretrained(tmp_path)
@@ -373,18 +447,61 @@ def test_importing_twice_and_reloading_patch_once():
     assert_same_weights(before, BERT.build(qk_init="symmetric"))
 
 
-def test_plain_models_are_those_of_plain_transformers():
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
+def test_plain_models_are_those_of_plain_transformers(architecture: Architecture):
     """Without the option the plugin changes neither weights nor random state of any construction."""
-    for name in ("bert", "clip", "t5"):
-        ours = BY_NAME[name].build(5)
-        state = torch.get_rng_state()
+    ours = architecture.build(5)
+    state = torch.get_rng_state()
+    hf_symqk.unregister()
+    try:
+        theirs = architecture.build(5)
+    finally:
+        hf_symqk.register()
+    assert torch.equal(state, torch.get_rng_state())
+    assert_same_weights(ours, theirs)
+
+
+def test_wrappers_of_other_libraries_stay():
+    """What somebody else has put around a hook survives; inside it the hook works once, or not at all."""
+    calls = []
+    ours = PreTrainedModel.initialize_weights
+
+    @functools.wraps(ours)
+    def theirs(model):
+        calls.append(type(model).__name__)
+        return ours(model)
+
+    PreTrainedModel.initialize_weights = theirs
+    try:
+        hf_symqk.register()
+        assert PreTrainedModel.initialize_weights is theirs
+        assert all(symmetric_layers(AutoModel.from_config(BERT.config(), qk_init="symmetric")))
         hf_symqk.unregister()
-        try:
-            theirs = BY_NAME[name].build(5)
-        finally:
-            hf_symqk.register()
-        assert torch.equal(state, torch.get_rng_state())
-        assert_same_weights(ours, theirs)
+        assert PreTrainedModel.initialize_weights is theirs
+        assert not any(symmetric_layers(AutoModel.from_config(BERT.config(qk_init={"scheme": "symmetric"}))))
+        hf_symqk.register()
+        assert all(symmetric_layers(AutoModel.from_config(BERT.config(), qk_init="symmetric")))
+        assert len(calls) == 3
+    finally:
+        PreTrainedModel.initialize_weights = ours
+    hf_symqk.unregister()
+    assert not hasattr(PreTrainedModel.initialize_weights, "__hf_symqk_original__")
+    hf_symqk.register()
+
+
+def test_foreign_configs_keep_an_attribute_of_that_name():
+    """A config class of somebody else's may mean something else by `qk_init`; it is neither refused nor changed."""
+
+    class Foreign(PreTrainedConfig):
+        model_type = "foreign"
+
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.qk_init = 0.02
+
+    config = Foreign()
+    assert config.qk_init == 0.02
+    assert config.to_dict()["qk_init"] == 0.02
 
 
 def test_t5_parts_share_the_option():

@@ -28,12 +28,16 @@ def tiny_model(name: str = "bert", **overrides: Any) -> PreTrainedModel:
 
 
 def tiny_trainer(
-    folder: str | os.PathLike, callbacks: list, model: PreTrainedModel | None = None, **arguments: Any
+    folder: str | os.PathLike,
+    callbacks: list,
+    model: PreTrainedModel | None = None,
+    trainer_class: type[Trainer] = Trainer,
+    **arguments: Any,
 ) -> Trainer:
     """A Trainer of 6 steps that logs every 2nd, on the CPU, without trackers unless asked."""
     settings: dict[str, Any] = {"max_steps": 6, "logging_steps": 2, "save_steps": 6, "learning_rate": 1e-2}
     settings |= {"use_cpu": True, "per_device_train_batch_size": 4, "disable_tqdm": True, "report_to": "none"}
-    return Trainer(
+    return trainer_class(
         model=tiny_model() if model is None else model,
         args=TrainingArguments(str(folder), **(settings | arguments)),
         train_dataset=Tokens(),

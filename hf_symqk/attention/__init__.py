@@ -1,6 +1,7 @@
 """Where W_q and W_k live: the table of layouts, finding them in a model, whole tensors from sharded ones."""
 
-from .finding import AttentionLayer, HeadTensors, find_attention_layers
+from .finding import AttentionSurvey, describe_left_out, find_attention_layers, survey_attention
+from .layer import AttentionLayer, HeadTensors
 from .layouts import (
     HeadRows,
     HeadShape,
@@ -20,6 +21,7 @@ __all__ = [
     "ATTENTION_KINDS",
     "AttentionKind",
     "AttentionLayer",
+    "AttentionSurvey",
     "HeadRows",
     "HeadShape",
     "HeadTensors",
@@ -28,6 +30,7 @@ __all__ = [
     "Projection",
     "QKLayout",
     "RowSelector",
+    "describe_left_out",
     "find_attention_layers",
     "full_shape",
     "layouts",
@@ -35,6 +38,7 @@ __all__ = [
     "register_qk_layout",
     "select_layers",
     "storage_name",
+    "survey_attention",
     "unregister_qk_layout",
     "whole_linears",
     "whole_parameters",

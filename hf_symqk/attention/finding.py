@@ -6,20 +6,19 @@ stand.
 import re
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from .layouts import HeadShape, Part, Projection, QKLayout, layouts
-from .tensors import LinearTensors, full_shape, is_sharded, linear_shape, refuse_fsdp1, whole_linears, whole_parameters
+from .layer import AttentionLayer, has_projection, stored_widths
+from .layouts import HeadShape, QKLayout, layouts
+from .tensors import refuse_fsdp1
 
 
-__all__ = ["AttentionLayer", "HeadTensors", "find_attention_layers"]
+__all__ = ["AttentionSurvey", "describe_left_out", "find_attention_layers", "survey_attention"]
 
 logger = logging.get_logger(__name__)
 
@@ -27,147 +26,28 @@ logger = logging.get_logger(__name__)
 _NUM_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
 _NUM_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads")
 _HEAD_DIM = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "d_kv")
-_CROSS_ATTENTION = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)
+# Names, below the layer's number, of attention whose queries and keys come from different streams.
+_CROSS_ATTENTION = re.compile(r"cross|encoder_attn|encdec|x_attn|visual_attention|image_pooling", re.IGNORECASE)
+_LOOKS_LIKE_ATTENTION = re.compile(r"attention|attn|deltanet", re.IGNORECASE)
+_NOT_SOFTMAX = re.compile(r"linear_?attn|linear_?attention|lightning_?attention|deltanet|indexer", re.IGNORECASE)
+# Children that mix the tokens of queries and keys before attention sees them.
+_CONVOLUTION = re.compile(r"conv1d|[qk]_conv\w*|conv_qk\w*")
 _WAY_OUT = "Describe another layout with `hf_symqk.register_qk_layout`."
 # Name parts that wrappers (DDP, FSDP1, torch.compile, activation checkpointing) put between the names of a model.
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
-class HeadTensors(NamedTuple):
-    """Weight `(heads, E, D)` and bias `(heads, E)` (or `None`) of one part, as views on the parameters."""
+class AttentionSurvey(NamedTuple):
+    """A model's attention: the layers that the table describes, and a line on each kind of module that it does not."""
 
-    weight: Tensor
-    bias: Tensor | None
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionLayer:
-    """
-    One attention layer of a live model.
-
-    Attributes:
-        name (`str`): Dotted path of the attention module in the model.
-        module (`torch.nn.Module`): The attention module.
-        layout ([`QKLayout`]): Entry of the table that it matches.
-        heads ([`HeadShape`]): Its head counts.
-        kind (`str`): `"self"` or `"cross"`.
-        stack (`str`): Name of the stack it belongs to (`"encoder"`, `"text_model"`, …), empty if the model has only
-        one.
-        index (`int`): Its position in the stack.
-    """
-
-    name: str
-    module: nn.Module
-    layout: QKLayout
-    heads: HeadShape
-    kind: Literal["self", "cross"]
-    stack: str = ""
-    index: int = 0
-
-    def has(self, part: Part) -> bool:
-        """Whether the layout says where the part (`"query"`, `"key"`, `"value"`) is, and the module has it there."""
-        projection = getattr(self.layout, part)
-        return projection is not None and _has(self.module, projection)
-
-    def projection(self, part: Part) -> Projection:
-        """
-        Where the part is.
-
-        Raises:
-            ValueError: if the layer does not have it.
-        """
-        if not self.has(part):
-            raise ValueError(f"{self.name!r} has no {part} projection where layout {self.layout.name!r} expects it.")
-        return getattr(self.layout, part)
-
-    def input_width(self, part: Part) -> int:
-        """Width `D` of the stream that the part is projected from."""
-        return _widths(self.module, self.projection(part))[1]
-
-    def holder(self, part: Part) -> nn.Module:
-        """Submodule that holds the part's projection: a linear map, perhaps adapted, quantised or sharded."""
-        return self.module.get_submodule(self.projection(part).module)
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether reading Q and K takes other processes; then every rank has to come along."""
-        return is_sharded(self.module)
-
-    @contextmanager
-    def tensors(self, *parts: Part, write: bool = False) -> Iterator[dict[Part, HeadTensors]]:
-        """
-        Whole weights and biases of the given parts, split into heads.
-
-        Args:
-            parts (`str`):
-                Any of `"query"`, `"key"`, `"value"`.
-            write (`bool`, *optional*, defaults to `False`):
-                Whether in-place changes are to reach the parameters (see [`whole_linears`]).
-
-        Yields:
-            `dict[str, HeadTensors]`: Views, no copies, unless the weights are sharded, adapted or quantised.
-
-        Raises:
-            ValueError: if the weights cannot be read (or written) as they are stored.
-        """
-        with whole_linears([self.holder(part) for part in parts], write=write) as linears:
-            yield {part: self._split(part, linears[self.holder(part)]) for part in parts}
-
-    @contextmanager
-    def query_key_weights(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """
-        W_q `(H, E, D)` and W_k `(G, E, D)` as the scores see them: learned gains of query and key norms folded in.
-
-        Yields:
-            `tuple[torch.Tensor, torch.Tensor]`: Views where there is nothing to fold.
-
-        Raises:
-            ValueError: if the weights cannot be read as they are stored, or a query or key norm holds parameters that
-            are
-                not one gain per channel.
-        """
-        norms = [
-            next((module for name in names if (module := getattr(self.module, name, None)) is not None), None)
-            for names in (self.layout.query_norms, self.layout.key_norms)
-        ]
-        gains = [parameter for norm in norms if norm is not None for parameter in norm.parameters()]
-        with whole_parameters(gains) as whole, self.tensors("query", "key") as tensors:
-            w_q, w_k = tensors["query"].weight, tensors["key"].weight
-            yield self._fold(w_q, norms[0], whole), self._fold(w_k, norms[1], whole)
-
-    def _split(self, part: Part, linear: LinearTensors) -> HeadTensors:
-        projection = self.projection(part)
-        weight = linear.weight.mT if projection.transposed else linear.weight
-        select = projection.rows.select
-        bias = None if linear.bias is None else select(linear.bias, self.heads)
-        return HeadTensors(select(weight, self.heads), bias)
-
-    def _fold(self, weight: Tensor, norm: nn.Module | None, whole: dict[nn.Parameter, Tensor]) -> Tensor:
-        parameters = {} if norm is None else dict(norm.named_parameters())
-        if norm is None or not parameters:
-            return weight
-        heads, head_dim = weight.shape[:2]
-        gain = parameters.get("weight")
-        if gain is None or full_shape(gain) not in [(head_dim,), (heads * head_dim,), (heads, head_dim)]:
-            shapes = {name: tuple(full_shape(parameter)) for name, parameter in parameters.items()}
-            raise ValueError(
-                f"{self.name!r}: the parameters {shapes} of its {type(norm).__name__} are not one gain per channel of "
-                f"{heads} heads of width {head_dim}; they cannot be folded into the weights."
-            )
-        # Asking the norm itself (with a vector that every norm leaves at ±1) tells a gain of w from one of 1 + w, and
-        # the difference of both signs drops its bias.
-        probe = torch.ones(full_shape(gain), dtype=weight.dtype, device=weight.device)
-        probe.view(-1)[1::2] = -1
-        held = {name: whole[parameter] for name, parameter in parameters.items()}
-        response = [torch.func.functional_call(norm, held, (sign * probe,)) for sign in (1, -1)]
-        gains = ((response[0] - response[1]) * probe / 2).view(-1, head_dim, 1)
-        return weight.to(torch.promote_types(weight.dtype, torch.float32)) * gains
+    layers: list[AttentionLayer]
+    left_out: list[str]
 
 
 def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
     """
     Finds every attention layer of a model that the layout table knows, in the model's own order. A module shared by
-    several layers (ALBERT) is found once.
+    several layers (ALBERT) is found once. Modules that look like attention and match no layout are named in a warning.
 
     Args:
         model (`torch.nn.Module`):
@@ -177,9 +57,26 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
         `list[AttentionLayer]`: Self- and cross-attention layers, never empty.
 
     Raises:
-        ValueError: if nothing is found (the message lists what was looked at), or if the head counts of a module do
-        not
-            fit the shapes of its weights.
+        ValueError: if nothing is found (the message lists what was looked at), or FSDP1 shards the model.
+    """
+    layers, left_out = survey_attention(model)
+    if left_out:
+        logger.warning_once(f"Left out of {type(model).__name__}: {describe_left_out(left_out)}")
+    return layers
+
+
+def survey_attention(model: nn.Module) -> AttentionSurvey:
+    """
+    [`find_attention_layers`] for callers who say themselves what is left out.
+
+    Args:
+        model (`torch.nn.Module`): A live model, wrapped or not.
+
+    Returns:
+        `AttentionSurvey`
+
+    Raises:
+        ValueError: if nothing is found (the message lists what was looked at), or FSDP1 shards the model.
     """
     table = layouts()
     modules = list(_walk(model))
@@ -188,14 +85,14 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
         if not module._modules:
             continue
         refuse_fsdp1(module)
-        model_type = getattr(config, "model_type", None)
-        for layout in table:
-            if layout.model_types is not None and model_type not in layout.model_types:
-                continue
-            if _has(module, layout.query) and _has(module, layout.key):
+        layout = _layout_of(name, module, config, table)
+        if layout is not None:
+            problem, heads = None, HeadShape(0, 0, 0)
+            try:
                 heads = _head_shape(name, module, layout, config)
-                found.append(AttentionLayer(name, module, layout, heads, _kind(name, module, layout)))
-                break
+            except ValueError as error:
+                problem = str(error)
+            found.append(AttentionLayer(name, module, layout, heads, _kind(name, module, layout), problem=problem))
     left_out = _left_out(modules, found)
     if not found:
         raise ValueError(
@@ -203,12 +100,29 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
             + ("\n".join(left_out[:12]) or "  none whose class looks like attention")
             + f"\nKnown layouts: {', '.join(layout.name for layout in table)}. {_WAY_OUT}"
         )
-    if left_out:
-        logger.warning_once(
-            f"{len(left_out)} modules of {type(model).__name__} look like attention but match no known layout; they "
-            "are left out:\n" + "\n".join(left_out[:12]) + f"\n{_WAY_OUT}"
-        )
-    return _place(found)
+    return AttentionSurvey(_place(found), left_out)
+
+
+def describe_left_out(left_out: list[str]) -> str:
+    """A sentence on the modules that a survey left out."""
+    return (
+        f"{len(left_out)} kinds of module look like attention but match no known layout:\n"
+        + "\n".join(left_out[:12])
+        + f"\n{_WAY_OUT}"
+    )
+
+
+def _layout_of(
+    name: str, module: nn.Module, config: PreTrainedConfig | None, table: list[QKLayout]
+) -> QKLayout | None:
+    model_type = getattr(config, "model_type", None)
+    for layout in table:
+        known = layout.model_types is None or model_type in layout.model_types
+        if known and has_projection(module, layout.query) and has_projection(module, layout.key):
+            # Projections of these names also feed what is no softmax over tokens, or are convolved on the way to it.
+            convolved = any(_CONVOLUTION.fullmatch(child) for child in module._modules)
+            return None if convolved or _NOT_SOFTMAX.search(f"{name}.{type(module).__name__}") else layout
+    return None
 
 
 def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, PreTrainedConfig | None]]:
@@ -222,24 +136,6 @@ def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, PreTrainedConfig |
         yield name, module, own if isinstance(own, PreTrainedConfig) else configs[path]
 
 
-def _widths(module: nn.Module, projection: Projection) -> tuple[int, int]:
-    """Output rows and input width of a projection."""
-    shape = linear_shape(module.get_submodule(projection.module))
-    assert shape is not None, "asked only of projections that `_has` has seen"
-    rows, width = shape
-    return (width, rows) if projection.transposed else (rows, width)
-
-
-def _has(module: nn.Module, projection: Projection) -> bool:
-    if projection.module.partition(".")[0] not in module._modules:
-        return False
-    try:
-        holder = module.get_submodule(projection.module)
-    except AttributeError:
-        return False
-    return linear_shape(holder) is not None
-
-
 def _attribute(names: tuple[str, ...], *holders: Any) -> int | None:
     values = (getattr(holder, name, None) for holder in holders for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), None)
@@ -247,7 +143,7 @@ def _attribute(names: tuple[str, ...], *holders: Any) -> int | None:
 
 def _head_shape(name: str, module: nn.Module, layout: QKLayout, config: PreTrainedConfig | None) -> HeadShape:
     """Head counts from the module, else from its config, else from shapes; then checked against the shapes."""
-    rows = [(projection, _widths(module, projection)[0]) for projection in (layout.query, layout.key)]
+    rows = [(projection, stored_widths(module, projection)[0]) for projection in (layout.query, layout.key)]
     (_, query_rows), (_, key_rows) = rows
     separate = layout.query.module != layout.key.module
     num_heads = _attribute(_NUM_HEADS, module) or _attribute(_NUM_HEADS, config)
@@ -259,7 +155,7 @@ def _head_shape(name: str, module: nn.Module, layout: QKLayout, config: PreTrain
     if num_heads is None or head_dim is None:
         raise ValueError(
             f"{name!r} ({type(module).__name__}): neither the module nor its config says how many heads it has "
-            f"(looked for {', '.join(_NUM_HEADS)} and {', '.join(_HEAD_DIM)})."
+            f"(looked for {', '.join(_NUM_HEADS)} and {', '.join(_HEAD_DIM)}). {_WAY_OUT}"
         )
     groups = _attribute(_NUM_KEY_VALUE_HEADS, module) or _attribute(_NUM_KEY_VALUE_HEADS, config) or num_heads
     candidates = [HeadShape(num_heads, groups, head_dim)]
@@ -284,7 +180,7 @@ def _kind(name: str, module: nn.Module, layout: QKLayout) -> Literal["self", "cr
     parts = name.split(".")
     numbers = [position for position, part in enumerate(parts) if part.isdigit()]
     below_layer = ".".join(parts[numbers[-1] + 1 :] if numbers else parts[-1:])
-    two_widths = _widths(module, layout.query)[1] != _widths(module, layout.key)[1]
+    two_widths = stored_widths(module, layout.query)[1] != stored_widths(module, layout.key)[1]
     flagged = getattr(module, "is_cross_attention", False) is True
     return "cross" if flagged or two_widths or _CROSS_ATTENTION.search(below_layer) else "self"
 
@@ -305,10 +201,7 @@ def _place(found: list[AttentionLayer]) -> list[AttentionLayer]:
         if len(set(numbers)) < len(numbers):
             numbers = list(range(len(members)))
         places.update((layer.name, (stack, number)) for layer, number in zip(members, numbers, strict=True))
-    return [
-        AttentionLayer(layer.name, layer.module, layer.layout, layer.heads, layer.kind, *places[layer.name])
-        for layer in found
-    ]
+    return [replace(layer, stack=stack, index=index) for layer in found for stack, index in [places[layer.name]]]
 
 
 def _container(name: str) -> tuple[str, ...]:
@@ -341,7 +234,7 @@ def _left_out(modules: list[tuple[str, nn.Module, PreTrainedConfig | None]], fou
     names = [layer.name for layer in found]
     lines: dict[str, str] = {}
     for name, module, config in modules:
-        if "attention" not in type(module).__name__.lower():
+        if not _LOOKS_LIKE_ATTENTION.search(type(module).__name__):
             continue
         weights = [child for child, holder in module.named_children() if getattr(holder, "weight", None) is not None]
         if not weights or any(f"{known}.".startswith(f"{name}.") or name.startswith(f"{known}.") for known in names):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from .finding import AttentionLayer
+from .layer import AttentionLayer
 
 
 __all__ = ["ATTENTION_KINDS", "AttentionKind", "LayerChoice", "select_layers"]
@@ -33,7 +33,8 @@ def select_layers(
         `list[AttentionLayer]`: The chosen layers, in the model's order, never empty.
 
     Raises:
-        ValueError: for a kind, a stack or an index that the model does not have.
+        ValueError: for a kind, a stack or an index that the model does not have, or a chosen layer that cannot be
+        read.
     """
     if attention not in ATTENTION_KINDS:
         raise ValueError(f"`attention` must be one of {', '.join(map(repr, ATTENTION_KINDS))}, got {attention!r}.")
@@ -41,8 +42,14 @@ def select_layers(
     if not candidates:
         kinds = sorted({layer.kind for layer in found})
         raise ValueError(f"The model has no {attention}-attention layer (`attention={attention!r}`), only {kinds}.")
-    if layers is None:
-        return candidates
+    chosen = candidates if layers is None else _by_index(candidates, layers)
+    for layer in chosen:
+        if layer.problem is not None:
+            raise ValueError(f"{layer.problem} Choose other layers with `layers` to go without this one.")
+    return chosen
+
+
+def _by_index(candidates: list[AttentionLayer], layers: LayerChoice) -> list[AttentionLayer]:
     stacks: dict[str, list[int]] = {}
     for layer in candidates:
         stacks.setdefault(layer.stack, []).append(layer.index)

@@ -4,10 +4,18 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, BY_NAME, LAYERS, Architecture
 from torch import nn
-from transformers import AutoModel, BertConfig, CodeGenConfig, LlavaConfig, PreTrainedModel
+from transformers import (
+    AutoModel,
+    BertConfig,
+    CodeGenConfig,
+    LlavaConfig,
+    LxmertConfig,
+    OlmoHybridConfig,
+    PreTrainedModel,
+)
 
-from hf_symqk import find_attention_layers, score_model
-from hf_symqk.attention import AttentionLayer
+from hf_symqk import apply_qk_init, find_attention_layers, score_model
+from hf_symqk.attention import AttentionLayer, survey_attention
 
 
 def _randomise(model: PreTrainedModel) -> None:
@@ -181,7 +189,7 @@ def test_left_out_attention_is_named_in_a_warning(caplog):
     finally:
         hf_logging.disable_propagation()
     assert len(layers) == LAYERS
-    assert "left out" in caplog.text
+    assert "Left out of Strange" in caplog.text
     assert "CodeGenAttention" in caplog.text
 
 
@@ -193,8 +201,29 @@ def test_heads_that_do_not_fit_are_refused():
     with pytest.raises(
         ValueError, match=r"encoder.layer.1.attention.self.*query has 48 rows.*5 query heads.*width 12"
     ):
-        find_attention_layers(model)
+        score_model(model)
     attention.num_attention_heads = 4
     attention.key = nn.Linear(48, 36)  # 3 key heads for 4 query heads
     with pytest.raises(ValueError, match="key has 36 rows"):
-        find_attention_layers(model)
+        apply_qk_init(model)
+    assert [layer.index for layer in score_model(model, layers=[0, 2]).layers] == [0, 2], "the others can be had"
+
+
+def test_cross_attention_under_other_names():
+    """LXMERT's layers between language and vision read two streams, whatever the module is called."""
+    config = LxmertConfig(
+        hidden_size=48, num_attention_heads=4, intermediate_size=40, vocab_size=99, l_layers=1, x_layers=1, r_layers=1
+    )
+    layers = find_attention_layers(AutoModel.from_config(config))
+    kinds = {layer.name: layer.kind for layer in layers}
+    assert kinds["encoder.x_layers.0.visual_attention.att"] == "cross"
+    assert kinds["encoder.x_layers.0.lang_self_att.self"] == "self"
+
+
+def test_what_is_no_softmax_over_tokens_is_left_out():
+    """Linear attention has modules of the same names; it is not scored as if it were softmax attention."""
+    values = BY_NAME["qwen2"].values | {"pad_token_id": None, "layer_types": ["linear_attention", "full_attention"]}
+    config = OlmoHybridConfig(**values | {"num_hidden_layers": 2})
+    survey = survey_attention(AutoModel.from_config(config))
+    assert [layer.name for layer in survey.layers] == ["layers.1.self_attn"]
+    assert any("GatedDeltaNet" in line for line in survey.left_out)
