@@ -333,7 +333,7 @@ def unregister() -> None:
 
 
 def _hooked(original: Any, wrap: Callable[[Any], Any]) -> Any:
-    """The original with a hook in front: `wrap(original)` while the hook is enabled, the original itself after that."""
+    """The original with a hook in front: `wrap(original)` while the hook is enabled, else the original itself."""
     wrapped = _function(wrap(original))
     plain = _function(original)
 

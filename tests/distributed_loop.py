@@ -214,6 +214,8 @@ def refused(folder: Path) -> None:
         state.global_step = step
         logs = {"loss": 1.0}
         state.log_history.append({**logs, "step": step})
+        control.should_log = True
+        callback.on_step_end(arguments, state, control, model=model)
         callback.on_log(arguments, state, control, model=model, logs=logs)
         assert logs == {"loss": 1.0}
     assert len(records.messages) == 1, records.messages

@@ -431,7 +431,7 @@ def test_metrics_of_the_run_stay_as_they_are(tmp_path):
 
 
 def test_trainers_that_log_in_their_own_way(tmp_path):
-    """Renamed keys, a log of one's own inside a step, a history that is not kept: scores come with the right events."""
+    """Renamed keys, a log inside a step, a history that is not kept: scores come with the right events."""
 
     class Renaming(Trainer):
         def log(self, logs, *args, **kwargs):
