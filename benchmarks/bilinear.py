@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForMaskedLM, BertConfig, PreTrainedModel
 
-from hf_symqk import BilinearForm, plugin
+from hf_symqk import plugin
+from hf_symqk.scoring import head_forms, layer_form
 
 
 GAMMA = 2.0
@@ -101,19 +102,6 @@ def product_rates(sizes: Iterable[int], repeats: int) -> dict[int, float]:
         repeats,
     )
     return {size: 2 * size**3 / times[str(size)] for size in factors}
-
-
-# --- the forms, as `score_model` makes them -----------------------------------------------------------------------
-
-
-def head_forms(w_q: Tensor, w_k: Tensor) -> BilinearForm:
-    return BilinearForm(w_q.mT.unflatten(0, (w_k.shape[0], -1)), w_k.mT.unsqueeze(1))
-
-
-def layer_form(w_q: Tensor, w_k: Tensor) -> BilinearForm:
-    if w_q.shape[0] != w_k.shape[0]:
-        w_q = w_q.unflatten(0, (w_k.shape[0], -1)).sum(1)
-    return BilinearForm(w_q.flatten(0, 1).mT, w_k.flatten(0, 1).mT)
 
 
 # --- dense formulas -----------------------------------------------------------------------------------------------
@@ -226,9 +214,9 @@ def compare_init(config: BertConfig, repeats: int) -> list[Result]:
 
     def build_watched() -> None:
         # What the hook adds: the time of the hooked step, less that of the original step inside it.
-        original = PreTrainedModel.initialize_weights
+        original = vars(PreTrainedModel)["initialize_weights"]
         spent = dict.fromkeys(("hooked", "inner"), 0.0)
-        inner = _watched(plugin._unwrapped(original), spent, "inner")
+        inner = _watched(original.__wrapped__, spent, "inner")
         hooked = _watched(plugin._wrap_initialize_weights(inner), spent, "hooked")
         setattr(PreTrainedModel, "initialize_weights", hooked)  # noqa: B010 (a method, to mypy)
         try:

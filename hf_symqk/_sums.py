@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 
-# Scratch of one chunk in elements: on a CPU it should stay in the cache, on an accelerator it should fill the machine.
-_SCRATCH_ELEMENTS = {"cpu": 2**19}
+# Scratch of one chunk in elements: on a CPU it should stay near the cache, on an accelerator fill the machine.
+_SCRATCH_ELEMENTS = {"cpu": 2**20}
 _SCRATCH_ELEMENTS_ACCELERATOR = 2**24
-# As many matrices share a chunk as leave each this many rows of its factors at a time.
-MIN_BLOCK_ROWS = 2048
 # Edge of a tile: large enough for the matrix product to run at full rate, small enough to be summed in the cache.
 _TILE_EDGE = {"cpu": 512}
 _TILE_EDGE_ACCELERATOR = 2048
@@ -119,11 +117,13 @@ def careful_sums(left: Tensor, right: Tensor, with_rows: bool) -> Sums:
 
 def _gram_sums(left: Tensor, right: Tensor, dtype: torch.dtype, with_rows: bool) -> Sums:
     left_gram, right_gram, cross = _grams(left, right, dtype)
-    trace_of_square = (cross * cross.mT).sum((-2, -1))
-    squared_norm = (left_gram * right_gram).sum((-2, -1))
+    trace_of_square = (cross * cross.mT).flatten(1).sum(1)
+    squared_norm = (left_gram * right_gram).flatten(1).sum(1)
     empty = cross.new_empty(left.shape[0], 0)
     # Terms of ⟨G, K⟩ can cancel down to ‖W‖² from sizes of up to ‖G‖‖K‖, each rounded to eps.
-    sizes = [torch.linalg.vector_norm(gram, dim=(-2, -1)).expand(left.shape[0]) for gram in (left_gram, right_gram)]
+    sizes = [
+        torch.linalg.vector_norm(gram.flatten(1), dim=1).expand(left.shape[0]) for gram in (left_gram, right_gram)
+    ]
     error = 2 * torch.finfo(dtype).eps * sizes[0] * sizes[1]
     return _checked(
         trace_of_square,
@@ -162,18 +162,13 @@ def _grams(left: Tensor, right: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
 def _row_squares(factor: Tensor, gram: Tensor) -> Tensor:
     """Row norms² of `factor @ other.mT`, where `gram = otherᵀ other`."""
     squares = gram.new_empty(factor.shape[:-1])
-    limit = _cached_limit(factor)
-    parts = zip(
-        factor.split(limit), gram.expand(factor.shape[0], -1, -1).split(limit), squares.split(limit), strict=True
-    )
-    for part, part_gram, target in parts:
-        for rows in row_blocks(part):
-            block = part[:, rows].to(gram.dtype)
-            # Along the memory of the factor (weights of linear layers lie the second way): elementwise steps stream.
-            if block.stride(-1) == 1:
-                target[:, rows] = (block @ part_gram).mul_(block).sum(-1)
-            else:
-                target[:, rows] = (part_gram @ block.mT).mul_(block.mT).sum(-2)
+    for rows in row_blocks(factor):
+        block = factor[:, rows].to(gram.dtype)
+        # Along the memory of the factor (weights of linear layers lie the second way): elementwise steps then stream.
+        if block.stride(-1) == 1:
+            squares[:, rows] = (block @ gram).mul_(block).sum(-1)
+        else:
+            squares[:, rows] = (gram @ block.mT).mul_(block.mT).sum(-2)
     return squares.clamp_(min=0)  # rounding may leave a zero row below zero
 
 
@@ -257,16 +252,9 @@ def scratch(tensor: Tensor) -> int:
     return _SCRATCH_ELEMENTS.get(tensor.device.type, _SCRATCH_ELEMENTS_ACCELERATOR)
 
 
-def chunk_limit(left: Tensor, right: Tensor) -> int:
-    """How many matrices share a chunk: all, as products of many run fastest, unless they have to be converted."""
-    if left.dtype is right.dtype is accumulation_dtype(left, right):
-        return max(1, left.shape[-3] if left.ndim > 2 else 1)
-    return _cached_limit(left)
-
-
-def _cached_limit(factor: Tensor) -> int:
-    """How many matrices have temporaries of at least `MIN_BLOCK_ROWS` rows in the scratch at once."""
-    return max(1, scratch(factor) // (MIN_BLOCK_ROWS * factor.shape[-1] or 1))
+def chunk_limit(factor: Tensor) -> int:
+    """How many matrices share a chunk: as many as fit the scratch whole, each in one long product."""
+    return max(1, scratch(factor) // (factor.shape[-2] * factor.shape[-1] or 1))
 
 
 def row_blocks(matrix: Tensor) -> Iterator[slice]:

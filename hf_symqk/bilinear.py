@@ -244,7 +244,7 @@ class BilinearForm:
             factor.expand(*self.batch_shape, *factor.shape[-2:]).view(*batch, *factor.shape[-2:])
             for factor in (self.left, self.right)
         )
-        yield from flat_chunks(left, right, limit or chunk_limit(left, right))
+        yield from flat_chunks(left, right, limit or chunk_limit(left))
 
     def _sums(self, with_rows: bool = True, careful: bool = True) -> Sums:
         with exact_products(self.left.device):

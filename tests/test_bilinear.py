@@ -77,7 +77,6 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks and tiles, the last ones cut, at sizes that a test can afford."""
     monkeypatch.setattr(sums_module, "_TILE_EDGE", {"cpu": 64})
     monkeypatch.setattr(sums_module, "_SCRATCH_ELEMENTS", {"cpu": 2**9})
-    monkeypatch.setattr(sums_module, "MIN_BLOCK_ROWS", 16)
 
 
 # --- against dense matrices ----------------------------------------------------------------------------------------
