@@ -7,20 +7,16 @@ Every ratio comes from one run: the compared variants take turns, and each count
 process on the machine can only make a turn slower. See README.md beside this file for how to read the table.
 """
 
-import argparse
 import gc
-import json
 import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-import pandas as pd
 import torch
-import transformers
+from report import Result, argument_parser, facts, mib, ms, show
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -31,18 +27,6 @@ from hf_symqk.scoring import head_forms, layer_form
 
 
 GAMMA = 2.0
-
-
-@dataclass
-class Result:
-    """One ratio with what it is made of; `target` is the bound that the project set itself."""
-
-    what: str
-    ours: str
-    against: str
-    ratio: float
-    target: str
-    met: bool
 
 
 # --- measuring ----------------------------------------------------------------------------------------------------
@@ -98,7 +82,7 @@ def product_rates(sizes: Iterable[int], repeats: int) -> dict[int, float]:
     """Operations per second of square fp32 matrix products, by size."""
     factors = {size: torch.randn(size, size) for size in sizes}
     times = take_turns(
-        {str(size): lambda factor=factor: factor @ factor for size, factor in factors.items()},  # type: ignore[misc]
+        {str(size): partial(torch.mm, factor, factor) for size, factor in factors.items()},
         repeats,
     )
     return {size: 2 * size**3 / times[str(size)] for size in factors}
@@ -164,17 +148,15 @@ def compare_scores(width: int, heads: int, groups: int, head_dim: int, repeats: 
     def faster(what: str, ours: str, dense: str, target: float) -> Result:
         ratio = times[dense] / times[ours]
         goal = f"≥ {target:g}x faster"
-        return Result(f"{what}: time", _seconds(times[ours]), _seconds(times[dense]), ratio, goal, ratio >= target)
+        return Result(f"{what}: time", ms(times[ours]), ms(times[dense]), ratio, goal, ratio >= target)
 
     def slower(what: str, ours: float, against: float, target: float) -> Result:
-        return Result(
-            what, _seconds(ours), _seconds(against), ours / against, f"≤ {target:g}", ours <= target * against
-        )
+        return Result(what, ms(ours), ms(against), ours / against, f"≤ {target:g}", ours <= target * against)
 
     def smaller(what: str, ours: str, dense: str, target: float) -> Result:
         ratio = peaks[ours] / peaks[dense]
         met = ratio < target
-        return Result(f"{what}: extra memory", _mib(peaks[ours]), _mib(peaks[dense]), ratio, f"< {target:g}", met)
+        return Result(f"{what}: extra memory", mib(peaks[ours]), mib(peaks[dense]), ratio, f"< {target:g}", met)
 
     print(
         "fp32 products, Gop/s: " + ", ".join(f"{size}³ {rate / 1e9:.0f}" for size, rate in rates.items()),
@@ -241,12 +223,12 @@ def compare_init(config: BertConfig, repeats: int) -> list[Result]:
         ("from_config, plain against no plugin", times["plain"], times["unregistered"]),
     ):
         ratio = ours / against
-        results.append(Result(what, _seconds(ours), _seconds(against), ratio, "≤ 1.02", ratio <= 1.02))
+        results.append(Result(what, ms(ours), ms(against), ratio, "≤ 1.02", ratio <= 1.02))
     hook = min(inside)
     share = hook / times["unregistered"]
     results.append(
         Result(
-            "time inside the hook, of from_config", _seconds(hook), _seconds(times["unregistered"]), share, "< 0.02",
+            "time inside the hook, of from_config", ms(hook), ms(times["unregistered"]), share, "< 0.02",
             share < 0.02,
         )
     )  # fmt: skip
@@ -262,49 +244,21 @@ def _watched(function: Callable[..., None], spent: dict[str, float], name: str) 
     return timed
 
 
-def _seconds(value: float) -> str:
-    return f"{1e3 * value:.1f} ms"
-
-
-def _mib(value: float) -> str:
-    return f"{value / 2**20:.1f} MiB"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, help="threads of a product (default: torch's own choice)")
+    parser = argument_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=7, help="turns of each variant; the fastest counts")
-    parser.add_argument("--quick", action="store_true", help="small sizes: shows that the script runs, not the ratios")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
-    args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    about = {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "device": "cpu",
-        "dtype": "float32",
-        "threads": torch.get_num_threads(),
-        "repeats": args.repeats,
-        **({"width": 256, "heads": 8, "groups": 2, "head_dim": 32} if args.quick else
-           {"width": 4096, "heads": 32, "groups": 8, "head_dim": 128}),
-    }  # fmt: skip
+    arguments = parser.parse_args()
+    width, heads, groups, head_dim = (256, 8, 2, 32) if arguments.quick else (4096, 32, 8, 128)
+    shape = {"width": width, "heads": heads, "groups": groups, "head_dim": head_dim}
+    about = facts(arguments, repeats=arguments.repeats, **shape)
     print(", ".join(f"{name} {value}" for name, value in about.items()))
     config = BertConfig()
-    if args.quick:
+    if arguments.quick:
         config = BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
     with torch.no_grad():
-        results = compare_scores(about["width"], about["heads"], about["groups"], about["head_dim"], args.repeats)
-    results += compare_init(config, args.repeats)
-    table = pd.DataFrame([asdict(result) for result in results])
-    print(table.to_string(index=False, float_format=lambda value: f"{value:.3f}", formatters={"met": _yes}))
-    if args.json:
-        content = {"about": about, "results": [asdict(result) for result in results]}
-        args.json.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _yes(met: bool) -> str:
-    return "yes" if met else "no"
+        results = compare_scores(width, heads, groups, head_dim, arguments.repeats)
+    results += compare_init(config, arguments.repeats)
+    show(results, about, arguments.json)
 
 
 if __name__ == "__main__":

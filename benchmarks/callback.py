@@ -7,22 +7,18 @@ A Trainer trains a BERT-base on random tokens. At each logging event the compare
 so that steps and measurements come from one run. See README.md beside this file for how to read the table.
 """
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 import transformers
-from bilinear import Result, dense_scores, peak_memory
+from bilinear import dense_scores, peak_memory
+from report import Result, argument_parser, facts, mib, ms, show
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset
@@ -208,11 +204,11 @@ class HostReads(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             zeros = torch.zeros((), dtype=source.dtype).item
         elif func is torch.ops.aten.nonzero.default:
-            zeros = lambda: source.new_zeros((0, source.ndim), dtype=torch.int64)  # noqa: E731
+            zeros = partial(source.new_zeros, (0, source.ndim), dtype=torch.int64)
         elif copies and args[0].device.type == "cpu":
             zeros = args[0].zero_
         elif func is torch.ops.aten._to_copy.default and str(kwargs.get("device")) == "cpu":
-            zeros = lambda: torch.zeros(source.shape, dtype=kwargs.get("dtype") or source.dtype)  # noqa: E731
+            zeros = partial(torch.zeros, source.shape, dtype=kwargs.get("dtype") or source.dtype)
         else:
             return func(*args, **kwargs)  # on the meta device, what else needs values fails
         self.reads.append(str(func))
@@ -245,8 +241,8 @@ def compare(config: BertConfig, batch: int, length: int, steps: int) -> list[Res
     layers = find_attention_layers(model)
     step = statistics.median(timer.seconds[1:])
     costs = {name: statistics.median(callback.seconds[1:]) for name, callback in callbacks.items()}
-    print(f"one training step takes {_ms(step)}; one measurement, in training steps:", end=" ")
-    print(", ".join(f"{name} {cost / step:.3f} ({_ms(cost)})" for name, cost in costs.items()))
+    print(f"one training step takes {ms(step)}; one measurement, in training steps:", end=" ")
+    print(", ".join(f"{name} {cost / step:.3f} ({ms(cost)})" for name, cost in costs.items()))
     peaks = {name: peak_memory(partial(callbacks[name].measure, model)) for name in ("dense", "published")}
     twice = 2 * max(4 * _query_key_entries(layer) for layer in layers)
     results: list[Result] = []
@@ -256,13 +252,34 @@ def compare(config: BertConfig, batch: int, length: int, steps: int) -> list[Res
         reads = len(host_reads(layers, heads))
         share = cost / (LOGGING_STEPS * step)
         rows = [
-            ("time, in training steps", _ms(cost), _ms(step), cost / step, "", True),
-            (f"time, of {LOGGING_STEPS} steps", _ms(cost), _ms(LOGGING_STEPS * step), share, "< 0.01", share < 0.01),
-            ("time, against dense heads", _ms(cost), _ms(costs["dense"]), costs["dense"] / cost, "", True),
-            ("time, against published", _ms(cost), _ms(costs["published"]), costs["published"] / cost, "", True),
-            ("extra memory, of twice Q + K", _mib(peak), _mib(twice), peak / twice, "< 1", peak < twice),
+            ("time, in training steps", ms(cost), ms(step), cost / step, "", True),
+            (
+                f"time, of {LOGGING_STEPS} steps",
+                ms(cost),
+                ms(LOGGING_STEPS * step),
+                share,
+                "< 0.01",
+                share < 0.01,
+            ),
+            (
+                "time, against dense heads",
+                ms(cost),
+                ms(costs["dense"]),
+                costs["dense"] / cost,
+                "",
+                True,
+            ),
+            (
+                "time, against published",
+                ms(cost),
+                ms(costs["published"]),
+                costs["published"] / cost,
+                "",
+                True,
+            ),
+            ("extra memory, of twice Q + K", mib(peak), mib(twice), peak / twice, "< 1", peak < twice),
             *(
-                (f"extra memory, of {other}", _mib(peak), _mib(peaks[other]), peak / peaks[other], "", True)
+                (f"extra memory, of {other}", mib(peak), mib(peaks[other]), peak / peaks[other], "", True)
                 for other in peaks
             ),
             ("host synchronisations", str(reads), f"{len(layers)} layers", reads, "= 1", reads == 1),
@@ -276,55 +293,30 @@ def _query_key_entries(layer: AttentionLayer) -> int:
     return heads * layer.heads.head_dim * layer.input_width("query")
 
 
-def _ms(value: float) -> str:
-    return f"{1e3 * value:.0f} ms"
-
-
-def _mib(value: float) -> str:
-    return f"{value / 2**20:.1f} MiB"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, help="threads of a product (default: torch's own choice)")
+    parser = argument_parser(__doc__)
     parser.add_argument("--steps", type=int, default=20, help="training steps (default: 20)")
-    parser.add_argument(
-        "--quick", action="store_true", help="a small model: shows that the script runs, not the ratios"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
-    args = parser.parse_args()
-    if args.steps < 2 * MEASURE_STEPS or args.steps % MEASURE_STEPS:
+    arguments = parser.parse_args()
+    if arguments.steps < 2 * MEASURE_STEPS or arguments.steps % MEASURE_STEPS:
         parser.error(f"--steps must be a multiple of {MEASURE_STEPS}, {2 * MEASURE_STEPS} or more")
-    if args.threads:
-        torch.set_num_threads(args.threads)
     config, batch, length = BertConfig(), 8, 128
-    if args.quick:
+    if arguments.quick:
         config = BertConfig(
             hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=99
         )
         batch, length = 2, 16
-    about = {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "device": "cpu",
-        "dtype": "float32",
-        "threads": torch.get_num_threads(),
-        "width": config.hidden_size,
-        "layers": config.num_hidden_layers,
-        "heads": config.num_attention_heads,
-        "vocabulary": config.vocab_size,
-        "batch": f"{batch} x {length}",
-        "steps": args.steps,
-        "measured every": f"{MEASURE_STEPS} steps",
-    }
+    about = facts(
+        arguments,
+        width=config.hidden_size,
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        vocabulary=config.vocab_size,
+        batch=f"{batch} x {length}",
+        steps=arguments.steps,
+        measured=f"every {MEASURE_STEPS} steps",
+    )
     print(", ".join(f"{name} {value}" for name, value in about.items()))
-    results = compare(config, batch, length, args.steps)
-    table = pd.DataFrame([asdict(result) for result in results])
-    table["met"] = ["" if not result.target else "yes" if result.met else "no" for result in results]
-    print(table.to_string(index=False, float_format=lambda value: f"{value:.3f}"))
-    if args.json:
-        content = {"about": about, "results": [asdict(result) for result in results]}
-        args.json.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    show(compare(config, batch, length, arguments.steps), about, arguments.json)
 
 
 if __name__ == "__main__":

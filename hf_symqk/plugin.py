@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -174,14 +175,14 @@ def _is_under_construction(model: PreTrainedModel) -> bool:
     announces neither that its construction began nor that it failed, so any record kept beside it can go stale and
     would then silence the option for good.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_name == "__init__" and code.co_argcount:
             around = frame.f_locals.get(code.co_varnames[0])
             if isinstance(around, PreTrainedModel) and around is not model:
                 return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 

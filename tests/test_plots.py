@@ -5,12 +5,18 @@ import pandas as pd
 import pytest
 
 from hf_symqk.history import COLUMNS, ScoreHistory
+from hf_symqk.plots import plot_history
 
 
 matplotlib = pytest.importorskip("matplotlib")
-matplotlib.use("Agg")
 
-from hf_symqk.plots import plot_history  # noqa: E402 (the backend has to be chosen first)
+
+@pytest.fixture(autouse=True)
+def no_window():
+    """Figures are drawn without a display, and closed."""
+    matplotlib.use("Agg")
+    yield
+    matplotlib.pyplot.close("all")
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ class LinearTensors(NamedTuple):
     bias: Tensor | None
 
 
-Whole = Mapping[nn.Parameter, Tensor]
+Whole = Mapping[Any, Tensor]  # by parameter
 
 
 def full_shape(parameter: Tensor) -> torch.Size:
@@ -190,7 +190,7 @@ def _held(holder: nn.Module, name: str) -> Tensor | None:
 
 def _bias(holder: nn.Module, whole: Whole) -> Tensor | None:
     bias = _held(holder, "bias")
-    return None if bias is None else whole.get(bias, bias.detach())  # type: ignore[call-overload]
+    return None if bias is None else whole.get(bias, bias.detach())
 
 
 def _out_in(holder: nn.Module) -> torch.Size | None:

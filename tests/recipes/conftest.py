@@ -1,21 +1,17 @@
-"""Puts recipes/ on the path as `accelerate launch` does, and gives the recipes' tests a cache of their own."""
+"""Gives the recipes' tests a cache of their own."""
 
 import csv
 import json
-import os
 import random
-import sys
 from pathlib import Path
 
+import datasets
+import pandas as pd
+import pytest
+from tokenization import train_tokenizer
 
-os.environ["HF_HUB_OFFLINE"] = "1"
+
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-sys.path.insert(0, str(RECIPES))
-
-import datasets  # noqa: E402
-import pandas as pd  # noqa: E402
-import pytest  # noqa: E402
-from tokenization import train_tokenizer  # noqa: E402
 
 
 TEXT = "the symmetric query and key of a model attend to each other while it reads some long text"
