@@ -2,7 +2,8 @@
 
 import logging
 import math
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ __all__ = ["QKScoreCallback"]
 logger = logging.getLogger(__name__)
 
 
-def _is_training_loss(key: str) -> bool:
-    return key.rpartition("/")[2] == "loss" and not key.startswith("eval")
+def _is_training_loss(logs: Mapping[str, Any]) -> bool:
+    return any(key.rpartition("/")[2] == "loss" and not key.startswith("eval") for key in logs)
 
 
 class QKScoreCallback(TrainerCallback):
@@ -109,23 +110,35 @@ class QKScoreCallback(TrainerCallback):
         self.prefix = prefix
         self.strict = strict
         self.scores: QKScores | None = None
-        self._handler: CallbackHandler | None = None
+        self._handlers: list[weakref.ref[CallbackHandler]] = []
         self._history: ScoreHistory | None = None
         self._measured_step: int | None = None
         self._summary: dict[str, Any] | None = None
-        self._is_due = False
+        self._is_due = self._is_after_step = False
         self._events = 0
         self._said: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        # The handler leads to the model and the whole Trainer, which a copy of the callback is not to carry around.
-        return {**self.__dict__, "_handler": None}
+        # Handlers lead to the model and the whole Trainer, which a copy of the callback is not to carry around.
+        return {**self.__dict__, "_handlers": []}
 
     # --- events ---
 
     def on_added(self, handler: CallbackHandler) -> None:
-        """Called by the plugin: the handler is what sends the values of step 0 to the other callbacks."""
-        self._handler = handler
+        """
+        Called by the plugin: the handler is what sends the values of step 0 to the other callbacks.
+
+        Args:
+            handler (`transformers.trainer_callback.CallbackHandler`): The Trainer's list of callbacks.
+
+        Raises:
+            ValueError: if another callback logs under the same prefix, or the model lacks the layers asked for.
+        """
+        others = [callback for callback in handler.callbacks if isinstance(callback, QKScoreCallback)]
+        if any(callback is not self and callback.prefix == self.prefix for callback in others):
+            handler.callbacks.remove(self)
+            raise ValueError(f"There is a QKScoreCallback with prefix {self.prefix!r} already; give this one another.")
+        self._handlers.append(weakref.ref(handler))
         # A wrong choice is an error now, not after an hour of training. While the Trainer is being made there is no
         # model yet; `on_init_end` comes with it.
         if (model := getattr(handler, "model", None)) is not None:
@@ -140,9 +153,9 @@ class QKScoreCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.scores = self._history = self._measured_step = self._summary = None
-        self._is_due = False
+        self._is_due = self._is_after_step = False
         # The history of a resumed run brings its events along, so that every k-th stays every k-th.
-        self._events = sum(any(_is_training_loss(key) for key in row) for row in state.log_history)
+        self._events = len({row.get("step") for row in state.log_history if _is_training_loss(row)})
         self._said.clear()
         if state.is_world_process_zero:
             path = Path(str(args.output_dir)) / f"{self.prefix.replace('/', '_')}_scores.csv"
@@ -151,14 +164,15 @@ class QKScoreCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._is_due = False
+        self._is_due = self._is_after_step = False
         # Here and not in `on_train_begin`: by now every tracker has opened its run.
         if self.log_at_start and state.global_step == 0 and not self._is_scored(state):
             logs = {**self._measure(kwargs["model"], state), "epoch": 0.0}
             state.log_history.append({**logs, "step": 0})
             # On every rank, as the Trainer's own events: other callbacks may meet their peers in it.
-            if self._handler is not None:
-                self._handler.on_log(args, state, control, logs)
+            for handler in (known() for known in self._handlers):
+                if handler is not None and handler.optimizer is kwargs.get("optimizer"):
+                    handler.on_log(args, state, control, logs)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -172,9 +186,16 @@ class QKScoreCallback(TrainerCallback):
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         logs: dict[str, Any] = kwargs["logs"]
-        is_summary = "train_runtime" in logs
-        is_turn = self._is_due and self._events % self.every == 0
-        self._is_due = False
+        is_summary = any(key.rpartition("/")[2] == "train_runtime" for key in logs)
+        # After a step, what the flow callback decided on comes first, by whatever names the Trainer (or a subclass)
+        # logs the loss; a loss that nobody decided on behind this callback's back counts too. Logs inside a step do
+        # not.
+        is_evaluation = any("eval_" in key for key in logs)
+        is_event = self._is_after_step and (_is_training_loss(logs) or (self._is_due and not is_evaluation))
+        if is_event:
+            self._is_due = self._is_after_step = False
+            self._events += 1
+        is_turn = is_event and self._events % self.every == 0
         if self._is_scored(state) or not (is_turn or (is_summary and self.log_at_end)):
             return
         values = self._measure(kwargs["model"], state)
@@ -196,11 +217,8 @@ class QKScoreCallback(TrainerCallback):
     # --- measuring ---
 
     def _note_event(self, control: TrainerControl) -> None:
-        # Decided by the flow callback just before; the Trainer's next call of `on_log` is the event, by whatever names
-        # it (or a subclass) logs the loss.
-        if control.should_log and not self._is_due:
-            self._is_due = True
-            self._events += 1
+        self._is_after_step = True
+        self._is_due = self._is_due or control.should_log
 
     def _is_scored(self, state: TrainerState) -> bool:
         if self._measured_step == state.global_step:

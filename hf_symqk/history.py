@@ -5,6 +5,7 @@ Columns: `step`, `stack` (empty if the model has one), `layer`, `head` (empty fo
 `directionality`, `frobenius_norm`. NaN is written as `nan`.
 """
 
+import csv
 import os
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def read_history(path: str | os.PathLike) -> pd.DataFrame:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     if not lines or tuple(lines[0].strip().split(",")) != COLUMNS:
         raise ValueError(f"{str(path)!r} is not a history of W_qk scores; its first line is not {','.join(COLUMNS)}.")
-    finished = [line.rstrip("\n").split(",") for line in lines[1:] if line.endswith("\n")]
+    finished = csv.reader(line for line in lines[1:] if line.endswith("\n"))
     table = pd.DataFrame([row for row in finished if len(row) == len(COLUMNS)], columns=list(COLUMNS))
     types = {"step": "int64", "layer": "int64", "head": "Int64", **dict.fromkeys(METRICS, "float64")}
     table["head"] = table["head"].where(table["head"] != "", pd.NA)

@@ -21,12 +21,12 @@ import functools
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -40,7 +40,7 @@ from .scores import METRICS
 
 __all__ = ["register", "unregister"]
 
-_ORIGINAL, _ENABLED, _SELF = (f"__hf_symqk_{mark}__" for mark in ("original", "enabled", "self"))
+_ORIGINAL, _HOOKED, _SELF = (f"__hf_symqk_{mark}__" for mark in ("original", "hooked", "self"))
 
 
 # --- the config attribute -----------------------------------------------------------------------------------------
@@ -53,15 +53,23 @@ class _QKInitAttribute:
         if config is None:
             return self
         value = config.__dict__.get("qk_init")
-        return SymmetricInit.from_value(value) if isinstance(value, str | Mapping) else value
+        return None if value is None else self._read(config, value)
 
     def __set__(self, config: PreTrainedConfig, value: Any) -> None:
         if value is None:
             config.__dict__.pop("qk_init", None)
-        elif isinstance(value, str | Mapping | SymmetricInit) or type(config).__module__.startswith("transformers."):
-            config.__dict__["qk_init"] = SymmetricInit.from_value(value).to_dict()
         else:
-            config.__dict__["qk_init"] = value  # a config of somebody else's, who means something else by the name
+            option = self._read(config, value)
+            config.__dict__["qk_init"] = option.to_dict() if isinstance(option, SymmetricInit) else option
+
+    @staticmethod
+    def _read(config: PreTrainedConfig, value: Any) -> Any:
+        try:
+            return SymmetricInit.from_value(value)
+        except (TypeError, ValueError):
+            if type(config).__module__.startswith("transformers."):
+                raise
+            return value  # a config of somebody else's, who means something else by the name
 
     def __delete__(self, config: PreTrainedConfig) -> None:
         try:
@@ -140,6 +148,8 @@ def _wrap_auto_config_from_pretrained(original: classmethod) -> classmethod:
 # Modules whose own parameters were drawn and not written since: their parameters' version counters just after the
 # draw.
 _drawn: WeakKeyDictionary[nn.Module, tuple[int, ...]] = WeakKeyDictionary()
+# Attention written while it was a part: the whole still has to see whether that is all that its option means.
+_written_in_part: WeakSet[nn.Module] = WeakSet()
 
 
 def _wrap_initialize_weights(original: Callable[[PreTrainedModel], None]) -> Callable[[PreTrainedModel], None]:
@@ -178,6 +188,8 @@ def _is_under_construction(model: PreTrainedModel) -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
+        if code.co_name == "from_pretrained" and code.co_filename == __file__:
+            return False  # a checkpoint that a constructor loads is a model of its own
         if code.co_name == "__init__" and code.co_argcount:
             around = frame.f_locals.get(code.co_varnames[0])
             if isinstance(around, PreTrainedModel) and around is not model:
@@ -202,7 +214,7 @@ def _apply_options(model: PreTrainedModel, is_part: bool) -> None:
         try:
             survey = survey_attention(part)
         except ValueError:
-            if is_part:
+            if is_part or not init.changes_weights:
                 continue
             raise
         fresh = [
@@ -210,12 +222,13 @@ def _apply_options(model: PreTrainedModel, is_part: bool) -> None:
             for layer in survey.layers
             if layer.module not in claimed and all(_is_fresh(holder) for holder in _holders(layer))
         ]
-        if not fresh:
+        if not fresh and not any(layer.module in _written_in_part for layer in survey.layers):
             continue  # everything came from a checkpoint, for which an option that was saved with it asks nothing
         chosen = choose_layers(survey, init)
         written = [layer for layer in chosen if layer in fresh]
         write_init(written, init)
         claimed.update(layer.module for layer in chosen)
+        (_written_in_part.update if is_part else _written_in_part.difference_update)(claimed)
         for layer in written:
             for holder in _holders(layer):
                 _drawn.pop(holder, None)
@@ -310,7 +323,8 @@ def register() -> None:
         current = owner.__dict__[name]
         hook = _hook_in(current)
         if hook is not None and hook is not _function(current):
-            setattr(hook, _ENABLED, True)
+            # Inside somebody's wrapper: perhaps a hook of another copy of this module, which has state of its own.
+            setattr(hook, _HOOKED, _function(wrap(getattr(hook, _ORIGINAL))))
         else:
             setattr(owner, name, _hooked(current if hook is None else getattr(hook, _ORIGINAL), wrap))
     setattr(PreTrainedConfig, "qk_init", _QKInitAttribute())  # noqa: B010 (no declared attribute to assign to)
@@ -326,7 +340,7 @@ def unregister() -> None:
         hook = _hook_in(owner.__dict__[name])
         if hook is None:
             continue
-        setattr(hook, _ENABLED, False)
+        setattr(hook, _HOOKED, _function(getattr(hook, _ORIGINAL)))
         if hook is _function(owner.__dict__[name]):
             setattr(owner, name, getattr(hook, _ORIGINAL))
     if "qk_init" in PreTrainedConfig.__dict__:
@@ -334,17 +348,15 @@ def unregister() -> None:
 
 
 def _hooked(original: Any, wrap: Callable[[Any], Any]) -> Any:
-    """The original with a hook in front: `wrap(original)` while the hook is enabled, else the original itself."""
-    wrapped = _function(wrap(original))
-    plain = _function(original)
+    """The original with a hook in front, which does `wrap(original)` or whatever `_HOOKED` is set to later."""
 
-    @functools.wraps(plain)
+    @functools.wraps(_function(original))
     def hook(*args: Any, **kwargs: Any) -> Any:
-        return (wrapped if getattr(hook, _ENABLED) else plain)(*args, **kwargs)
+        return getattr(hook, _HOOKED)(*args, **kwargs)
 
     # Marks on the hook itself, so that another copy of this module (reloaded, imported anew) finds it. A wrapper that
     # somebody makes of it copies the marks, but `_SELF` then points elsewhere.
-    for mark, value in ((_ORIGINAL, original), (_ENABLED, True), (_SELF, hook)):
+    for mark, value in ((_ORIGINAL, original), (_HOOKED, _function(wrap(original))), (_SELF, hook)):
         setattr(hook, mark, value)
     return classmethod(hook) if isinstance(original, classmethod) else hook
 

@@ -446,10 +446,52 @@ def test_trainers_that_log_in_their_own_way(tmp_path):
             self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
 
     for trainer_class in (Renaming, Forgetting):
-        trainer = tiny_trainer(tmp_path, [QKScoreCallback(every=2)], trainer_class=trainer_class, max_steps=8)
+        trainer = tiny_trainer(tmp_path, [QKScoreCallback(every=2)], trainer_class=trainer_class, max_steps=7)
         trainer.train()
-        assert list(scored_rows(trainer)) == [0, 4, 8], trainer_class.__name__
+        assert list(scored_rows(trainer)) == [0, 4, 7], trainer_class.__name__
         assert scored_rows(trainer)[0]["qk/symmetry/median"] == pytest.approx(1, abs=1e-5)
+
+
+def test_events_that_other_callbacks_decide_on(tmp_path):
+    """A callback that asks for a log, or vetoes one: scores come with the events that really happen."""
+
+    class Decides(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                control.should_log = True
+            if state.global_step == 4:
+                control.should_log = False
+
+    trainer = tiny_trainer(tmp_path, [QKScoreCallback(), Decides()])
+    trainer.train()
+    assert list(scored_rows(trainer)) == [0, 2, 3, 6]
+    trainer = tiny_trainer(tmp_path, [QKScoreCallback(every=2), Decides()], max_steps=8)
+    trainer.train()
+    assert list(scored_rows(trainer)) == [0, 3, 8], "events are 2, 3, 6 and 8"
+
+
+def test_one_callback_in_two_trainers(tmp_path):
+    """The event before the first step goes to the Trainer that trains."""
+    seen = {}
+
+    class Reader(TrainerCallback):
+        def __init__(self, name):
+            self.name = name
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.setdefault(self.name, []).append(state.global_step)
+
+    callback = QKScoreCallback()
+    first = tiny_trainer(tmp_path / "first", [callback, Reader("first")])
+    tiny_trainer(tmp_path / "second", [callback, Reader("second")])
+    first.train()
+    assert seen == {"first": [0, 2, 4, 6, 6]}
+
+
+def test_two_callbacks_of_one_name_are_refused(tmp_path):
+    """They would overwrite each other's values."""
+    with pytest.raises(ValueError, match="a QKScoreCallback with prefix 'qk' already"):
+        tiny_trainer(tmp_path, [QKScoreCallback(layers=[0]), QKScoreCallback(layers=[1])])
 
 
 def test_callback_added_later_and_pickled(tmp_path):

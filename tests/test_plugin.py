@@ -246,6 +246,61 @@ def test_a_model_around_that_never_initialises(tmp_path):
     assert all(symmetric_layers(Around(BERT.config(qk_init="symmetric"))))
 
 
+def test_a_checkpoint_loaded_inside_a_constructor(tmp_path):
+    """It is a model of its own: the keyword reaches the layers that it lacks, and nothing is said to be in vain."""
+    BertModel(BERT.config()).save_pretrained(tmp_path)
+
+    class Around(BertPreTrainedModel):
+        def __init__(self, config):
+            super().__init__(config)
+            self.bert = BertModel.from_pretrained(tmp_path, num_hidden_layers=5, qk_init="symmetric")
+            self.post_init()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="`qk_init` changes nothing")
+        model = Around(BERT.config())
+    assert symmetric_layers(model) == [False, False, False, True, True]
+
+
+def test_unknown_attention_beside_a_known_part_is_refused():
+    """Wherever the known part sits, an option for all layers does not pass over attention that is not known."""
+
+    class WeirdAttention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mixed = torch.nn.Linear(48, 96)
+
+    class Around(BertPreTrainedModel):
+        def __init__(self, config):
+            super().__init__(config)
+            self.bert = BertModel(config)
+            self.extra = WeirdAttention()
+            self.post_init()
+
+    with pytest.raises(ValueError, match=r"(?s)to reach every layer, but .*extra: WeirdAttention"):
+        Around(BERT.config(qk_init="symmetric"))
+    assert all(symmetric_layers(Around(BERT.config(qk_init={"layers": [0, 1, 2]}))))
+
+
+def test_an_option_that_changes_nothing_never_refuses():
+    """`"independent"` is the plain init: comparisons need no special case for models without attention."""
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1])
+    assert AutoModel.from_config(config, qk_init="independent").config.qk_init == SymmetricInit("independent")
+    with pytest.raises(ValueError, match="No attention layer of ResNetModel"):
+        AutoModel.from_config(config, qk_init="symmetric")
+
+
+def test_helpers_named_after_attention_are_no_attention():
+    """Output projections and pooling heads do not stand in the way of an option for all layers."""
+    lxmert = transformers.LxmertConfig(
+        hidden_size=48, num_attention_heads=4, intermediate_size=40, vocab_size=99, l_layers=1, x_layers=1, r_layers=1
+    )
+    small = {"hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+    siglip = transformers.SiglipVisionConfig(**small, image_size=16, patch_size=8)
+    for config in (lxmert, siglip):
+        assert all(symmetric_layers(AutoModel.from_config(config, qk_init="symmetric")))
+
+
 def test_an_option_for_all_layers_refuses_a_model_known_in_part():
     """
     A composite of which one tower is known: initialising that one alone would be half of what was asked for. Naming
@@ -482,6 +537,13 @@ def test_wrappers_of_other_libraries_stay():
         hf_symqk.register()
         assert all(symmetric_layers(AutoModel.from_config(BERT.config(), qk_init="symmetric")))
         assert len(calls) == 3
+        saved = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "hf_symqk"}
+        try:
+            importlib.import_module("hf_symqk")  # another copy, with state of its own
+            assert all(symmetric_layers(AutoModel.from_config(BERT.config(), qk_init="symmetric")))
+        finally:
+            sys.modules.update(saved)
+            hf_symqk.register()
     finally:
         PreTrainedModel.initialize_weights = ours
     hf_symqk.unregister()
@@ -499,9 +561,11 @@ def test_foreign_configs_keep_an_attribute_of_that_name():
             super().__init__(**kwargs)
             self.qk_init = 0.02
 
-    config = Foreign()
-    assert config.qk_init == 0.02
-    assert config.to_dict()["qk_init"] == 0.02
+    for value in (0.02, "orthogonal", {"std": 0.1}):
+        config = Foreign()
+        config.qk_init = value
+        assert config.qk_init == value
+        assert config.to_dict()["qk_init"] == value
 
 
 def test_t5_parts_share_the_option():

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from .layer import AttentionLayer, has_projection, stored_widths
 from .layouts import HeadShape, QKLayout, layouts
-from .tensors import refuse_fsdp1
+from .tensors import linear_shape, refuse_fsdp1
 
 
 __all__ = ["AttentionSurvey", "describe_left_out", "find_attention_layers", "survey_attention"]
@@ -29,6 +29,8 @@ _HEAD_DIM = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim
 # Names, below the layer's number, of attention whose queries and keys come from different streams.
 _CROSS_ATTENTION = re.compile(r"cross|encoder_attn|encdec|x_attn|visual_attention|image_pooling", re.IGNORECASE)
 _LOOKS_LIKE_ATTENTION = re.compile(r"attention|attn|deltanet", re.IGNORECASE)
+# Parts of attention that are named after it and project neither queries nor keys.
+_NO_ATTENTION = re.compile(r"(Output|MLP|Mlp|Layer|Block)$")
 _NOT_SOFTMAX = re.compile(r"linear_?attn|linear_?attention|lightning_?attention|deltanet|indexer", re.IGNORECASE)
 # Children that mix the tokens of queries and keys before attention sees them.
 _CONVOLUTION = re.compile(r"conv1d|[qk]_conv\w*|conv_qk\w*")
@@ -231,13 +233,17 @@ def _stack_names(containers: list[tuple[str, ...]]) -> dict[tuple[str, ...], str
 
 def _left_out(modules: list[tuple[str, nn.Module, PreTrainedConfig | None]], found: list[AttentionLayer]) -> list[str]:
     """Modules that look like attention and hold weights, but are not, contain or belong to a layer that was found."""
-    names = [layer.name for layer in found]
+    # What belongs to a layer that was found, or pools tokens by a learned probe, is no attention between tokens.
+    within = [layer.name for layer in found]
+    within += [name for name, module, _ in modules if "pool" in type(module).__name__.lower()]
     lines: dict[str, str] = {}
     for name, module, config in modules:
-        if not _LOOKS_LIKE_ATTENTION.search(type(module).__name__):
+        if not _LOOKS_LIKE_ATTENTION.search(type(module).__name__) or _NO_ATTENTION.search(type(module).__name__):
             continue
-        weights = [child for child, holder in module.named_children() if getattr(holder, "weight", None) is not None]
-        if not weights or any(f"{known}.".startswith(f"{name}.") or name.startswith(f"{known}.") for known in names):
+        weights = [child for child, holder in module.named_children() if linear_shape(holder) is not None]
+        if not weights or "sampling_offsets" in weights:  # only norms; deformable attention has no W_k
+            continue
+        if any(f"{known}.".startswith(f"{name}.") or f"{name}.".startswith(f"{known}.") for known in within):
             continue
         entry = (
             f"{type(module).__name__} (model type {getattr(config, 'model_type', None)!r}) with {', '.join(weights)}"
