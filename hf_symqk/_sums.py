@@ -18,7 +18,7 @@ _SCRATCH_ELEMENTS_ACCELERATOR = 2**24
 # Edge of a tile: large enough for the matrix product to run at full rate, small enough to be summed in the cache.
 _TILE_EDGE = {"cpu": 512}
 _TILE_EDGE_ACCELERATOR = 2048
-# So do squares of a factor beyond this (or below its inverse): products of two of them must stay in the range of fp32.
+# Squares of a factor beyond this (or below its inverse) ask for fp64: products of two must stay in the range of fp32.
 _MAX_SIZE = 2.0**45
 
 

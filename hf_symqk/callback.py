@@ -188,8 +188,7 @@ class QKScoreCallback(TrainerCallback):
         logs: dict[str, Any] = kwargs["logs"]
         is_summary = any(key.rpartition("/")[2] == "train_runtime" for key in logs)
         # After a step, what the flow callback decided on comes first, by whatever names the Trainer (or a subclass)
-        # logs the loss; a loss that nobody decided on behind this callback's back counts too. Logs inside a step do
-        # not.
+        # logs the loss; a loss that a later callback asked for counts too. Logs inside a step do not.
         is_evaluation = any("eval_" in key for key in logs)
         is_event = self._is_after_step and (_is_training_loss(logs) or (self._is_due and not is_evaluation))
         if is_event:

@@ -67,8 +67,7 @@ class ScoreHistory:
             kept = kept[kept["step"] <= resumed_step]
             kept["head"] = kept["head"].astype("string").fillna("")
         self.steps = set(kept["step"])
-        # Written beside and moved into place: a kill in between leaves the old file or the new one, never half of
-        # either.
+        # Written beside and moved into place: a kill in between leaves the old file or the new one, never a half.
         unfinished = self.path.with_suffix(".tmp")
         self._write(unfinished, kept, mode="w", header=True)
         os.replace(unfinished, self.path)

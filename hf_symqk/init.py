@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .attention import (
@@ -25,6 +24,7 @@ from .attention import (
     LayerChoice,
     Part,
     describe_left_out,
+    outermost_model,
     select_layers,
     storage_name,
     survey_attention,
@@ -229,8 +229,7 @@ def apply_qk_init(model: nn.Module, qk_init: "str | Mapping[str, Any] | Symmetri
     """
     init = SymmetricInit.from_value(qk_init)
     write_init(choose_layers(survey_attention(model), init), init)
-    whole = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
-    if whole is not None:
+    if (whole := outermost_model(model)) is not None:
         whole.config.qk_init = init.to_dict()  # plain values, which a config can hold with and without the plugin
     return model
 
@@ -298,20 +297,18 @@ def write_init(layers: Iterable[AttentionLayer], init: SymmetricInit) -> None:
         init ([`SymmetricInit`]): The option.
 
     Raises:
-        ValueError: before anything is written, if the scheme cannot serve a layer (see [`require_servable`]), or Q of
-        a
-            layer is all zero, so that K cannot be made from it.
+        ValueError: before anything is written, if the scheme cannot serve a layer (see [`require_servable`]), or Q
+            of a layer is all zero, so that K cannot be made from it.
     """
     layers = list(layers)
     require_servable(layers, init)
+    if not init.changes_weights:
+        return
     scheme = _SCHEMES[init.scheme]
-    ratios = [1.0] * len(layers)
-    if scheme is not None and init.distribution is None:
-        ratios = [_scale_ratio(layer) for layer in layers]
+    # What is redrawn is drawn alike; the model's own draw may not be.
+    ratios = [_scale_ratio(layer) if init.distribution is None else 1.0 for layer in layers]
+    parts: tuple[Part, ...] = ("query", "key") if init.distribution is None else ("query", "key", "value")
     for layer, ratio in zip(layers, ratios, strict=True):
-        parts: tuple[Part, ...] = ("query", "key") if init.distribution is None else ("query", "key", "value")
-        if scheme is None and init.distribution is None:
-            continue
         with layer.tensors(*parts, write=True) as tensors:
             if init.distribution is not None:
                 _redraw([tensors[part] for part in parts], tensors["key"], init.distribution)
@@ -325,13 +322,11 @@ def _scale_ratio(layer: AttentionLayer) -> float:
     """σ_k/σ_q of the drawn weights; exactly 1 unless they differ by more than chance."""
     with layer.tensors("query", "key") as tensors:
         query, key = tensors["query"].weight, tensors["key"].weight
-        # Nearly always they are drawn alike, which a sample of their channels shows; only a difference is measured on
-        # all.
+        # Nearly always they are drawn alike, and a sample of the channels shows it; a difference is measured on all.
         sample = max(1, query.shape[1] * _SAMPLE // max(query.numel(), 1))
         for channels in dict.fromkeys((min(sample, query.shape[1]), query.shape[1])):
             weights = query[:, :channels], key[:, :channels]
-            # About zero: these are draws of mean 0, and a model's draw of a handful may have no degree of freedom to
-            # spare.
+            # About zero: these are draws of mean 0, and a handful of entries has no degree of freedom to spare.
             query_std, key_std = (
                 torch.linalg.vector_norm(weight, dtype=torch.float32).item() / math.sqrt(weight.numel())
                 for weight in weights

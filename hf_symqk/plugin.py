@@ -3,15 +3,12 @@ The hooks into Transformers; the only file that changes anything outside this pa
 
 `register()` (run on import) gives Transformers six things, and `unregister()` takes them back without a trace:
 
-- every config has an attribute `qk_init`, kept in the config as plain JSON values, so that it saves, prints and
-copies;
+- every config has an attribute `qk_init`, kept as plain JSON values, so that the config saves, prints and copies;
 - `from_config(config, qk_init=...)` puts the option into a copy of the config;
 - `from_pretrained(..., qk_init=...)` applies it to layers whose Q and K the checkpoint does not have, and says so if
-there
-  are none;
+  there are none;
 - the step in which `post_init` (or loading, or DeepSpeed ZeRO-3's construction) draws weights applies the option to
-the
-  layers it has just drawn;
+  the layers it has just drawn;
 - a Trainer puts a callback that asks for it (`runs_before_trackers`) before those that hand logs to trackers;
 - the Trainer's console shows medians of W_qk scores, and leaves the values of single layers to trackers and files.
 """
@@ -132,8 +129,7 @@ def _wrap_auto_config_from_pretrained(original: classmethod) -> classmethod:
     @functools.wraps(original.__func__)
     def from_pretrained(cls: type[AutoConfig], *args: Any, **kwargs: Any) -> Any:
         # Auto models load the config with their own keywords and hand the unused ones to the model's
-        # `from_pretrained`. The option has to be among those: in the config it would look like one that was saved
-        # there.
+        # `from_pretrained`. The option has to be among those: in the config it would look like one saved there.
         if "_from_auto" in kwargs and kwargs.get("return_unused_kwargs") and kwargs.get("qk_init") is not None:
             qk_init = kwargs.pop("qk_init")
             config, unused = original.__get__(None, cls)(*args, **kwargs)
@@ -145,8 +141,7 @@ def _wrap_auto_config_from_pretrained(original: classmethod) -> classmethod:
 
 # --- the step that draws weights ----------------------------------------------------------------------------------
 
-# Modules whose own parameters were drawn and not written since: their parameters' version counters just after the
-# draw.
+# Modules whose own parameters were drawn and not written since: the parameters' version counters after the draw.
 _drawn: WeakKeyDictionary[nn.Module, tuple[int, ...]] = WeakKeyDictionary()
 # Attention written while it was a part: the whole still has to see whether that is all that its option means.
 _written_in_part: WeakSet[nn.Module] = WeakSet()
@@ -260,9 +255,8 @@ def _prefixes(path: str) -> Iterable[str]:
         yield path
 
 
-def _holders(layer: AttentionLayer) -> list[nn.Module]:
-    names = dict.fromkeys((layer.layout.query.module, layer.layout.key.module))
-    return [layer.module.get_submodule(name) for name in names]
+def _holders(layer: AttentionLayer) -> set[nn.Module]:
+    return {layer.holder("query"), layer.holder("key")}
 
 
 def _is_fresh(module: nn.Module) -> bool:

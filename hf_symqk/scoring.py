@@ -12,9 +12,16 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from .attention import AttentionKind, HeadShape, LayerChoice, QKLayout, find_attention_layers, select_layers
+from .attention import (
+    AttentionKind,
+    HeadShape,
+    LayerChoice,
+    QKLayout,
+    find_attention_layers,
+    outermost_model,
+    select_layers,
+)
 from .bilinear import BilinearForm
 from .scores import METRICS, LayerScores, QKScores
 
@@ -142,7 +149,8 @@ def score_model(
 
 def model_type(model: nn.Module) -> str | None:
     """`config.model_type` of the outermost Transformers model in a module, `None` if there is none."""
-    return next((part.config.model_type for part in model.modules() if isinstance(part, PreTrainedModel)), None)
+    whole = outermost_model(model)
+    return None if whole is None else whole.config.model_type
 
 
 def not_finite(names: list[str]) -> str:

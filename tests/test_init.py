@@ -114,8 +114,7 @@ def test_symmetric_norm_is_root_two_above_independent():
         for x, y in zip(score_model(plain).layers, score_model(changed).layers, strict=True)
         for a, b in zip(x.head_frobenius_norm, y.head_frobenius_norm, strict=True)
     ]
-    # E‖W_q W_qᵀ‖² / E‖W_q W_kᵀ‖² = (D + E + 1)/D = 1.25 for D = 256, E = 64, and exactly 2 for the layer form with R =
-    # D.
+    # E‖W_q W_qᵀ‖² / E‖W_q W_kᵀ‖² = (D + E + 1)/D = 1.25 for D = 256, E = 64; 2 for the layer form with R = D.
     assert sum(ratios) / len(ratios) == pytest.approx(math.sqrt(1 + 65 / 256), rel=0.02)
     layers = [
         y.frobenius_norm / x.frobenius_norm

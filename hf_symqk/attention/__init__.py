@@ -1,6 +1,6 @@
 """Where W_q and W_k live: the table of layouts, finding them in a model, whole tensors from sharded ones."""
 
-from .finding import AttentionSurvey, describe_left_out, find_attention_layers, survey_attention
+from .finding import AttentionSurvey, describe_left_out, find_attention_layers, outermost_model, survey_attention
 from .layer import AttentionLayer, HeadTensors
 from .layouts import (
     HeadRows,
@@ -35,6 +35,7 @@ __all__ = [
     "full_shape",
     "layouts",
     "linear_shape",
+    "outermost_model",
     "register_qk_layout",
     "select_layers",
     "storage_name",

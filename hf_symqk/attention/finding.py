@@ -1,7 +1,4 @@
-"""
-Attention layers of a live model: which modules match the table, how many heads they have, where in the model they
-stand.
-"""
+"""Attention layers of a live model: which modules match the table, how many heads they have, where they stand."""
 
 import re
 from collections import Counter
@@ -18,7 +15,13 @@ from .layouts import HeadShape, QKLayout, layouts
 from .tensors import linear_shape, refuse_fsdp1
 
 
-__all__ = ["AttentionSurvey", "describe_left_out", "find_attention_layers", "survey_attention"]
+__all__ = [
+    "AttentionSurvey",
+    "describe_left_out",
+    "find_attention_layers",
+    "outermost_model",
+    "survey_attention",
+]
 
 logger = logging.get_logger(__name__)
 
@@ -44,6 +47,19 @@ class AttentionSurvey(NamedTuple):
 
     layers: list[AttentionLayer]
     left_out: list[str]
+
+
+def outermost_model(module: nn.Module) -> PreTrainedModel | None:
+    """
+    The Transformers model in a module: itself, or what DDP, PEFT and other wrappers hold.
+
+    Args:
+        module (`torch.nn.Module`): Any module.
+
+    Returns:
+        `PreTrainedModel`: The outermost one, `None` if there is none.
+    """
+    return next((part for part in module.modules() if isinstance(part, PreTrainedModel)), None)
 
 
 def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:

@@ -35,8 +35,7 @@ class AttentionLayer:
         kind (`str`): `"self"` or `"cross"`.
         problem (`str` or `None`): Why the layer cannot be read (its head counts do not fit its weights); whoever
             chooses it is told.
-        stack (`str`): Name of the stack it belongs to (`"encoder"`, `"text_model"`, …), empty if the model has only
-        one.
+        stack (`str`): Name of its stack (`"encoder"`, `"text_model"`, …), empty if the model has only one.
         index (`int`): Its position in the stack.
     """
 
@@ -107,9 +106,8 @@ class AttentionLayer:
             `tuple[torch.Tensor, torch.Tensor]`: Views where there is nothing to fold.
 
         Raises:
-            ValueError: if the weights cannot be read as they are stored, or a query or key norm holds parameters that
-            are
-                not one gain per channel.
+            ValueError: if the weights cannot be read as they are stored, or a query or key norm holds parameters
+                that are not one gain per channel.
         """
         norms = [
             next((module for name in names if (module := getattr(self.module, name, None)) is not None), None)

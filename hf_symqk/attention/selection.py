@@ -24,8 +24,7 @@ def select_layers(
             What [`find_attention_layers`] returned.
         layers (`Sequence[int]` or `Mapping[str, Sequence[int]]`, *optional*):
             Layer indices, counted within each stack; a sequence holds for every stack of the model, a mapping names
-            the
-            stacks (`{"encoder": [0, 1]}`). All layers by default.
+            the stacks (`{"encoder": [0, 1]}`). All layers by default.
         attention (`str`, *optional*, defaults to `"self"`):
             `"self"`, `"cross"` or `"all"`.
 
@@ -34,7 +33,7 @@ def select_layers(
 
     Raises:
         ValueError: for a kind, a stack or an index that the model does not have, or a chosen layer that cannot be
-        read.
+            read.
     """
     if attention not in ATTENTION_KINDS:
         raise ValueError(f"`attention` must be one of {', '.join(map(repr, ATTENTION_KINDS))}, got {attention!r}.")

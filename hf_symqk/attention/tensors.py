@@ -85,10 +85,11 @@ def whole_linears(holders: Sequence[nn.Module], *, write: bool = False) -> Itera
         new tensors, valid until the context ends.
 
     Raises:
-        ValueError: if a weight is on the meta device, is stored in a form that cannot be read, or (`write=True`) in
-        one
-            that cannot be written.
+        ValueError: if a weight is on the meta device, is stored in a form that cannot be read, or (`write=True`) is
+            not plain, so that what is written would be lost.
     """
+    if write and (lost := [holder for holder in holders if storage_name(holder) != "plain"]):
+        raise ValueError(f"{type(lost[0]).__name__} ({storage_name(lost[0])}) can be read but not written.")
     parameters = [parameter for holder in dict.fromkeys(holders) for parameter in holder.parameters()]
     with whole_parameters(parameters, write=write) as whole:
         yield {holder: _storage(holder).read(holder, whole) for holder in holders}

@@ -121,6 +121,13 @@ def test_adapters_cannot_be_initialised_over(peft):
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
+def test_what_would_be_lost_is_not_written(peft):
+    """An effective weight is computed for reading: writing to it would reach no parameter, so it is refused."""
+    holder = find_attention_layers(adapted(peft, "bert", ["query"]))[0].holder("query")
+    with pytest.raises(ValueError, match="can be read but not written"), whole_linears([holder], write=True):
+        pass
+
+
 def quantise_with_bitsandbytes(model: nn.Module, bits: int) -> None:
     bnb = pytest.importorskip("bitsandbytes")
     for layer in find_attention_layers(model):
