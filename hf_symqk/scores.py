@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,9 @@ class LayerScores:
         head_symmetry, head_directionality, head_frobenius_norm (`tuple[float, ...]`): The same of each head form, H
             values; empty if heads were not scored. NaN wherever a weight is not finite, or (symmetry) queries and keys
             have inputs of different width.
+        symmetry_null, directionality_null (`tuple[float, float]`): Range in which 95 % of layers with independent
+            Gaussian W_q, W_k of the same shape (and, for directionality, the same row norms of W_q and W_k) score;
+            empty if it was not asked for, or there is no score.
     """
 
     name: str
@@ -50,22 +53,33 @@ class LayerScores:
     head_symmetry: tuple[float, ...] = ()
     head_directionality: tuple[float, ...] = ()
     head_frobenius_norm: tuple[float, ...] = ()
+    symmetry_null: tuple[float, ...] = ()
+    directionality_null: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class QKScores:
     """
-    Scores of all chosen layers of a model, as [`score_model`] returns them.
+    Scores of all chosen layers of a model, as [`score_model`] and [`score_checkpoint`] return them.
 
     Attributes:
-        layers (`tuple[LayerScores, ...]`): In the model's order.
+        layers (`tuple[LayerScores, ...]`): Encoder before decoder, then by path and number.
         gamma (`float`): γ of the directionality score.
         model_type (`str` or `None`): `config.model_type` of the model.
+        family (`str` or `None`): `"encoder"`, `"decoder"` or `"encoder-decoder"`, `None` where the config does not say.
+        source (`str` or `None`): Folder, file or repository that was read; `None` for a live model.
+        num_parameters (`int` or `None`): Parameters of the whole model, `None` where nothing that was read says.
+        skipped (`tuple[str, ...]`): A line for each kind of module that looks like attention and was left out, saying
+            why. The last four say where scores come from and do not take part in comparisons.
     """
 
     layers: tuple[LayerScores, ...]
     gamma: float = 2.0
     model_type: str | None = None
+    family: str | None = field(default=None, compare=False)
+    source: str | None = field(default=None, compare=False)
+    num_parameters: int | None = field(default=None, compare=False)
+    skipped: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def stacks(self) -> list[str]:
@@ -171,8 +185,9 @@ class QKScores:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "QKScores":
         """Inverse of [`~QKScores.to_dict`]."""
+        about = {name: value for name, value in values.items() if name not in ("layers", "skipped")}
         layers = tuple(LayerScores(**_with_nan(layer)) for layer in values["layers"])
-        return cls(layers=layers, gamma=values["gamma"], model_type=values["model_type"])
+        return cls(layers=layers, skipped=tuple(values.get("skipped", ())), **about)
 
     @classmethod
     def from_json(cls, path: str | os.PathLike) -> "QKScores":
@@ -211,9 +226,10 @@ def _without_nan(value: Any) -> Any:
 
 def _with_nan(layer: Mapping[str, Any]) -> dict[str, Any]:
     restored = dict(layer)
-    for field in fields(LayerScores):
-        if field.name in METRICS:
-            restored[field.name] = math.nan if layer[field.name] is None else layer[field.name]
-        elif field.name.startswith("head_") and field.name != "head_dim":
-            restored[field.name] = tuple(math.nan if value is None else value for value in layer[field.name])
+    for entry in fields(LayerScores):
+        if entry.name in METRICS:
+            restored[entry.name] = math.nan if layer[entry.name] is None else layer[entry.name]
+        elif entry.default == ():
+            values = layer.get(entry.name, ())
+            restored[entry.name] = tuple(math.nan if value is None else value for value in values)
     return restored
