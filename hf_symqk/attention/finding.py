@@ -64,8 +64,9 @@ def outermost_model(module: nn.Module) -> PreTrainedModel | None:
 
 def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
     """
-    Finds every attention layer of a model that the layout table knows, in the model's own order. A module shared by
-    several layers (ALBERT) is found once. Modules that look like attention and match no layout are named in a warning.
+    Finds every attention layer of a model that the layout table knows: encoder before decoder, then by path and number,
+    which is the order that names alone give and so the same for a model and its checkpoint. A module shared by several
+    layers (ALBERT) is found once. Modules that look like attention and match no layout are named in a warning.
 
     Args:
         model (`torch.nn.Module`):
@@ -96,8 +97,25 @@ def survey_attention(model: nn.Module) -> AttentionSurvey:
     Raises:
         ValueError: if nothing is found (the message lists what was looked at), or FSDP1 shards the model.
     """
+    return survey_modules(list(_walk(model)), type(model).__name__)
+
+
+def survey_modules(modules: list[tuple[str, nn.Module, Any]], owner: str) -> AttentionSurvey:
+    """
+    [`survey_attention`] of modules that need not be a live model's: those of a checkpoint hold shapes only.
+
+    Args:
+        modules (`list[tuple[str, torch.nn.Module, Any]]`): Dotted path, module, and what speaks for it where it says
+            nothing itself: an object with (some of) the attributes of a config.
+        owner (`str`): How messages call the whole.
+
+    Returns:
+        `AttentionSurvey`
+
+    Raises:
+        ValueError: as [`survey_attention`] does.
+    """
     table = layouts()
-    modules = list(_walk(model))
     found: list[AttentionLayer] = []
     for name, module, config in modules:
         if not module._modules:
@@ -114,8 +132,8 @@ def survey_attention(model: nn.Module) -> AttentionSurvey:
     left_out = _left_out(modules, found)
     if not found:
         raise ValueError(
-            f"No attention layer of {type(model).__name__} matches a known layout. Modules looked at:\n"
-            + ("\n".join(left_out[:12]) or "  none whose class looks like attention")
+            f"No attention layer of {owner} matches a known layout. Modules looked at:\n"
+            + ("\n".join(left_out[:12]) or "  none that looks like attention")
             + f"\nKnown layouts: {', '.join(layout.name for layout in table)}. {_WAY_OUT}"
         )
     return AttentionSurvey(_place(found), left_out)
@@ -130,9 +148,7 @@ def describe_left_out(left_out: list[str]) -> str:
     )
 
 
-def _layout_of(
-    name: str, module: nn.Module, config: PreTrainedConfig | None, table: list[QKLayout]
-) -> QKLayout | None:
+def _layout_of(name: str, module: nn.Module, config: Any, table: list[QKLayout]) -> QKLayout | None:
     model_type = getattr(config, "model_type", None)
     for layout in table:
         known = layout.model_types is None or model_type in layout.model_types
@@ -159,25 +175,25 @@ def _attribute(names: tuple[str, ...], *holders: Any) -> int | None:
     return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
-def _head_shape(name: str, module: nn.Module, layout: QKLayout, config: PreTrainedConfig | None) -> HeadShape:
+def _head_shape(name: str, module: nn.Module, layout: QKLayout, config: Any) -> HeadShape:
     """Head counts from the module, else from its config, else from shapes; then checked against the shapes."""
     rows = [(projection, stored_widths(module, projection)[0]) for projection in (layout.query, layout.key)]
     (_, query_rows), (_, key_rows) = rows
     separate = layout.query.module != layout.key.module
     num_heads = _attribute(_NUM_HEADS, module) or _attribute(_NUM_HEADS, config)
     head_dim = _attribute(_HEAD_DIM, module) or _attribute(_HEAD_DIM, config)
-    if head_dim is None and num_heads is not None and separate:
-        head_dim = query_rows // num_heads
     if num_heads is None and head_dim is not None and separate:
         num_heads = query_rows // head_dim
-    if num_heads is None or head_dim is None:
+    if num_heads is None:
         raise ValueError(
             f"{name!r} ({type(module).__name__}): neither the module nor its config says how many heads it has "
             f"(looked for {', '.join(_NUM_HEADS)} and {', '.join(_HEAD_DIM)}). {_WAY_OUT}"
         )
     groups = _attribute(_NUM_KEY_VALUE_HEADS, module) or _attribute(_NUM_KEY_VALUE_HEADS, config) or num_heads
+    if head_dim is None:
+        head_dim = query_rows // layout.query.rows.count(HeadShape(num_heads, groups, 1))
     candidates = [HeadShape(num_heads, groups, head_dim)]
-    if separate and key_rows % head_dim == 0:
+    if separate and head_dim and key_rows % head_dim == 0:
         # The config's key heads need not be those of this module (cross-attention, per-layer counts): shapes decide.
         candidates.append(HeadShape(num_heads, key_rows // head_dim, head_dim))
     # Falling back to one key head a query head serves fused modules whose config speaks of other layers.
@@ -205,6 +221,7 @@ def _kind(name: str, module: nn.Module, layout: QKLayout) -> Literal["self", "cr
 
 def _place(found: list[AttentionLayer]) -> list[AttentionLayer]:
     """Names stacks and counts layers in them. Names do not depend on what is around: a head model has its base's."""
+    found = sorted(found, key=_position)
     containers = {layer.name: _container(layer.name) for layer in found}
     names = _stack_names(list(dict.fromkeys(containers.values())))
     groups: dict[tuple[str, str], list[AttentionLayer]] = {}
@@ -220,6 +237,16 @@ def _place(found: list[AttentionLayer]) -> list[AttentionLayer]:
             numbers = list(range(len(members)))
         places.update((layer.name, (stack, number)) for layer, number in zip(members, numbers, strict=True))
     return [replace(layer, stack=stack, index=index) for layer in found for stack, index in [places[layer.name]]]
+
+
+def _position(layer: AttentionLayer) -> tuple[Any, ...]:
+    """Sorts by path with numbers as numbers, encoders before decoders, self- before cross-attention of one layer."""
+    parts = [
+        (0, int(part), "") if part.isdigit() else (1, part.startswith("decoder"), part)
+        for part in layer.name.split(".")
+    ]
+    last_number = max((position for position, part in enumerate(parts) if part[0] == 0), default=-1)
+    return parts[: last_number + 1], layer.kind == "cross", parts[last_number + 1 :]
 
 
 def _container(name: str) -> tuple[str, ...]:
@@ -247,7 +274,7 @@ def _stack_names(containers: list[tuple[str, ...]]) -> dict[tuple[str, ...], str
     return names
 
 
-def _left_out(modules: list[tuple[str, nn.Module, PreTrainedConfig | None]], found: list[AttentionLayer]) -> list[str]:
+def _left_out(modules: list[tuple[str, nn.Module, Any]], found: list[AttentionLayer]) -> list[str]:
     """Modules that look like attention and hold weights, but are not, contain or belong to a layer that was found."""
     # What belongs to a layer that was found, or pools tokens by a learned probe, is no attention between tokens.
     within = [layer.name for layer in found]

@@ -137,14 +137,28 @@ class AttentionLayer:
                 f"{self.name!r}: the parameters {shapes} of its {type(norm).__name__} are not one gain per channel of "
                 f"{heads} heads of width {head_dim}; they cannot be folded into the weights."
             )
-        # Asking the norm itself (with a vector that every norm leaves at ±1) tells a gain of w from one of 1 + w, and
-        # the difference of both signs drops its bias.
-        probe = torch.ones(full_shape(gain), dtype=weight.dtype, device=weight.device)
-        probe.view(-1)[1::2] = -1
-        held = {name: whole[parameter] for name, parameter in parameters.items()}
-        response = [torch.func.functional_call(norm, held, (sign * probe,)) for sign in (1, -1)]
-        gains = ((response[0] - response[1]) * probe / 2).view(-1, head_dim, 1)
-        return weight.to(torch.promote_types(weight.dtype, torch.float32)) * gains
+        gains = whole[gain].to(torch.promote_types(gain.dtype, torch.float32)) + _gain_offset(self.name, norm)
+        return weight.to(torch.promote_types(weight.dtype, torch.float32)) * gains.view(-1, head_dim, 1)
+
+
+def _gain_offset(name: str, norm: nn.Module) -> int:
+    """0 if a norm multiplies by its weight w, 1 if by 1 + w: its own forward says so, its eps left aside."""
+    # A vector of ±1 comes out of every norm as it is, but for the gain. On the CPU and with values of its own, so that
+    # no device has to be waited for and no weight that is not finite gets in the way.
+    shapes = {name: full_shape(parameter) for name, parameter in norm.named_parameters()}
+    probe = torch.ones(shapes["weight"])
+    probe.view(-1)[1::2] = -1
+    gains = []
+    for weight in (0.0, 2.0):
+        held = {name: torch.full(shape, weight if name == "weight" else 0.0) for name, shape in shapes.items()}
+        gains.append(float((torch.func.functional_call(norm, held, (probe,)) * probe).mean()))
+    offset = round(gains[0])
+    if offset not in (0, 1) or round(gains[1]) != 2 + offset:
+        raise ValueError(
+            f"{name!r}: its {type(norm).__name__} multiplies neither by its weight w nor by 1 + w; its gain cannot be "
+            "folded into the weights."
+        )
+    return offset
 
 
 def stored_widths(module: nn.Module, projection: Projection) -> tuple[int, int]:

@@ -164,7 +164,7 @@ def test_nothing_found_says_what_was_looked_at():
             function(model)
         assert "query/key" in str(raised.value)
         assert "register_qk_layout" in str(raised.value)
-    with pytest.raises(ValueError, match="none whose class looks like attention"):
+    with pytest.raises(ValueError, match="none that looks like attention"):
         find_attention_layers(nn.Linear(2, 2))
 
 
