@@ -1,0 +1,237 @@
+"""
+Queries and keys on their way into a softmax, whichever way a model computes its attention: through Transformers'
+attention interface, `scaled_dot_product_attention`, or a matrix product whose result a softmax takes.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.masking_utils import eager_mask
+
+
+__all__ = ["Logits", "catch_logits"]
+
+_NAME = "hf_symqk_probe"
+_MATMUL = {torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__}
+_BADDBMM = {torch.baddbmm, Tensor.baddbmm}
+_SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax, torch.logsumexp, Tensor.logsumexp}
+# Their results are new hidden states, no longer the product of a query and a key.
+_FORGETS = {F.linear, F.conv1d, F.conv2d, F.layer_norm, torch.addmm, *_SOFTMAX}
+_CAUGHT: list["_Catcher"] = []
+
+
+class Logits(NamedTuple):
+    """Queries `(..., N, E)` and keys `(..., M, E)` of one softmax, and the innermost module that ran."""
+
+    query: Tensor
+    key: Tensor
+    scaling: float | None
+    route: str
+    module: nn.Module | None
+
+
+@contextmanager
+def catch_logits(model: nn.Module, *, norms: bool = True) -> Iterator[list[Logits]]:
+    """
+    Catches queries and keys of every softmax that runs inside the context.
+
+    Args:
+        model (`torch.nn.Module`):
+            The model or attention module that is run. Its configs are switched to an attention function of ours, and
+            back afterwards; it sees no mask.
+        norms (`bool`, *optional*, defaults to `True`):
+            Whether norms act. `False` leaves their learned gain alone, which is linear.
+
+    Yields:
+        `list[Logits]`: In the order in which they run.
+    """
+    catcher = _Catcher(norms=norms)
+    with ExitStack() as stack:
+        stack.enter_context(_interface(model))
+        for module in model.modules():
+            stack.callback(module.register_forward_pre_hook(catcher.enter).remove)
+            stack.callback(module.register_forward_hook(catcher.leave).remove)
+            if not norms and "norm" in type(module).__name__.lower() and not isinstance(module, nn.BatchNorm2d):
+                stack.enter_context(_gain_alone(module))
+        fastpath = torch.backends.mha.get_fastpath_enabled()
+        stack.callback(torch.backends.mha.set_fastpath_enabled, fastpath)
+        torch.backends.mha.set_fastpath_enabled(False)
+        _CAUGHT.append(catcher)
+        stack.callback(_CAUGHT.remove, catcher)
+        stack.enter_context(catcher)
+        yield catcher.logits
+
+
+@contextmanager
+def _interface(model: nn.Module) -> Iterator[None]:
+    configs = {id(c): c for m in model.modules() if isinstance(c := getattr(m, "config", None), PreTrainedConfig)}
+    for config in list(configs.values()):
+        parts = (getattr(config, name, None) for name in config.sub_configs)
+        configs |= {id(part): part for part in parts if isinstance(part, PreTrainedConfig)}
+    before = [(config, config._attn_implementation_internal) for config in configs.values()]
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, eager_mask)
+    try:
+        for config in configs.values():
+            config._attn_implementation_internal = _NAME
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """An attention function for Transformers' interface that notes its queries and keys."""
+    with torch._C.DisableTorchFunction():
+        for catcher in _CAUGHT:
+            catcher.logits.append(Logits(query, key, scaling, "interface", module))
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
+        logits = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+        weights = logits.softmax(-1)
+        return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+class _Catcher(TorchFunctionMode):
+    """Follows products of matrices until a softmax takes them."""
+
+    def __init__(self, *, norms: bool) -> None:
+        super().__init__()
+        self.norms = norms
+        self.logits: list[Logits] = []
+        self._modules: list[nn.Module] = []
+        self._products: dict[int, list[Logits]] = {}
+        self._alive: list[Tensor] = []  # or ids would be used again
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        self._modules.append(module)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        while self._modules and self._modules.pop() is not module:
+            pass
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            # A Python function that would hand itself over again: it is run with us watching its parts.
+            with mock.patch("torch.nn.functional.has_torch_function", return_value=False), self:
+                return func(*args, **kwargs)
+        if func is F.normalize and not self.norms:
+            return args[0]
+        if func is F.scaled_dot_product_attention:
+            query, key = (args[i] if len(args) > i else kwargs[name] for i, name in enumerate(("query", "key")))
+            self.logits.append(Logits(query, key, kwargs.get("scale"), "sdpa", self._module))
+            return func(*args, **kwargs)
+        output = func(*args, **kwargs)
+        if func in _SOFTMAX:
+            self.logits += self._products.get(id(args[0] if args else kwargs["input"]), [])
+            return output
+        if func in _FORGETS:
+            return output
+        product = self._product(func, args, kwargs)
+        if product is not None:
+            self._note(output, [product])
+            return output
+        followed: list[Logits] = []
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                followed += [p for p in self._products.get(id(leaf), []) if not any(p is q for q in followed)]
+        if followed:
+            targets = [args[0]] if func is Tensor.__setitem__ else tree_leaves(output)
+            for target in targets:
+                if isinstance(target, Tensor):
+                    self._note(target, followed)
+        return output
+
+    @property
+    def _module(self) -> nn.Module | None:
+        return self._modules[-1] if self._modules else None
+
+    def _note(self, tensor: Tensor, products: list[Logits]) -> None:
+        self._products[id(tensor)] = products
+        self._alive.append(tensor)
+
+    def _product(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Logits | None:
+        if func in _MATMUL:
+            left, right = (*args, *kwargs.values())[:2]
+        elif func in _BADDBMM:
+            left, right = (*args, *(kwargs[name] for name in ("batch1", "batch2") if name in kwargs))[-2:]
+            if len(args) == 3:
+                left, right = args[1:]
+        elif func is torch.einsum:
+            return self._einsum(*args)
+        else:
+            return None
+        if left.ndim < 2 or right.ndim < 2:
+            return None
+        return Logits(left, right.mT, None, "matmul", self._module)
+
+    def _einsum(self, equation: str, *operands: Any) -> Logits | None:
+        operands = tuple(operands[0]) if isinstance(operands[0], list | tuple) else operands
+        terms, _, output = equation.replace(" ", "").partition("->")
+        labels = terms.split(",")
+        if len(operands) != 2 or "." in equation or not output:
+            return None
+        left, right = operands
+        first, second = labels
+        if output[-1] in first and output[-1] not in second:
+            left, right, first, second = right, left, second, first
+        shared = [label for label in output if label in first and label in second]
+        summed = [label for label in first if label in second and label not in output]
+        if not summed:
+            return None
+        tensors = []
+        for tensor, own in ((left, first), (right, second)):
+            alone = [label for label in own if label not in shared and label not in summed]
+            order = [own.index(label) for label in (*shared, *alone, *summed)]
+            tensors.append(
+                tensor.permute(order).reshape(
+                    *(tensor.shape[own.index(label)] for label in shared),
+                    _size(tensor, own, alone),
+                    _size(tensor, own, summed),
+                )
+            )
+        return Logits(tensors[0], tensors[1], None, "matmul", self._module)
+
+
+def _size(tensor: Tensor, own: str, labels: list[str]) -> int:
+    return functools.reduce(lambda size, label: size * tensor.shape[own.index(label)], labels, 1)
+
+
+@contextmanager
+def _gain_alone(norm: nn.Module) -> Iterator[None]:
+    """Replaces a norm by its learned gain: what is left when its input already has mean 0 and length 1 per channel."""
+    forward = norm.forward
+
+    def gain(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(norm, nn.GroupNorm):
+            return hidden if norm.weight is None else hidden * norm.weight.view(-1, *[1] * (hidden.ndim - 2))
+        signs = torch.ones_like(hidden)
+        signs[..., 1::2] = -1
+        return hidden * (forward(signs, *args, **kwargs) - forward(-signs, *args, **kwargs)) * signs / 2
+
+    own = norm.__dict__.get("forward")
+    norm.__dict__["forward"] = gain
+    try:
+        yield
+    finally:
+        del norm.__dict__["forward"]
+        if own is not None:
+            norm.__dict__["forward"] = own
