@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from .lora import adapted_weight
+
 
 __all__ = [
     "LinearTensors",
@@ -277,8 +279,7 @@ def _read_adapted(holder: Any, whole: Whole) -> LinearTensors:
         return base
     if holder.disable_adapters:
         return base
-    weight = base.weight.to(torch.promote_types(base.weight.dtype, torch.float32))
-    effective = weight
+    effective = base.weight
     for adapter in holder.active_adapters:
         if adapter not in getattr(holder, "lora_A", {}):
             if any(adapter in getattr(holder, name, {}) for name in holder.adapter_layer_names):
@@ -287,21 +288,18 @@ def _read_adapted(holder: Any, whole: Whole) -> LinearTensors:
                 )
             continue  # this adapter does not touch this layer
         variant = holder.lora_variant.get(adapter)
-        down, up = (whole[side[adapter].weight].to(weight.dtype) for side in (holder.lora_A, holder.lora_B))
-        delta = holder.scaling[adapter] * (up @ down)
-        transposed = holder.fan_in_fan_out
-        delta = delta.mT if transposed else delta
-        if variant is None:
-            effective = effective + delta
-        elif type(variant).__name__ == "DoraLinearVariant" or getattr(variant, "__name__", "") == "DoraLinearVariant":
-            magnitude = whole[holder.lora_magnitude_vector[adapter].weight].to(weight.dtype)
-            # The norm is that of the base with this adapter alone, whatever other adapters did before (as in PEFT).
-            norm = torch.linalg.vector_norm(weight + delta, dim=0 if transposed else 1)
-            ratio = (magnitude / norm).unsqueeze(0 if transposed else 1)
-            effective = ratio * (effective + delta)
-        else:
-            name = getattr(variant, "__name__", type(variant).__name__)
+        name = getattr(variant, "__name__", type(variant).__name__)
+        if variant is not None and name != "DoraLinearVariant":
             raise ValueError(f"Adapter {adapter!r} is a LoRA variant ({name}): {_MERGE}")
+        effective = adapted_weight(
+            base.weight,
+            whole[holder.lora_A[adapter].weight],
+            whole[holder.lora_B[adapter].weight],
+            scaling=holder.scaling[adapter],
+            magnitude=None if variant is None else whole[holder.lora_magnitude_vector[adapter].weight],
+            transposed=holder.fan_in_fan_out,
+            before=effective,
+        )
     return LinearTensors(effective, base.bias)
 
 
