@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from huggingface_hub import HfFileMetadata, constants, get_hf_file_metadata
+from huggingface_hub import constants, get_hf_file_metadata
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status, parse_ratelimit_headers
 
@@ -42,6 +42,10 @@ class _InterruptedError(Exception):
     """A failure that the HTTP client does not report as one, but that is worth another try."""
 
 
+class _ExpiredError(_InterruptedError):
+    """The signed address of a file does not work any more."""
+
+
 class RemoteFile:
     """
     One file on the Hub. Large files lie on a storage host, which the Hub signs an address for: it is asked for once
@@ -65,7 +69,7 @@ class RemoteFile:
     def size(self) -> int:
         """Size in bytes, asked for if it is not known."""
         if self._size is None:
-            self._size = repeat(f"asking for {self.name}", self._metadata).size
+            repeat(f"asking for {self.name}", self._locate)
         if self._size is None:
             raise OSError(f"{_origin(self.url)} does not say how large {self.name} is.")
         return self._size
@@ -103,17 +107,17 @@ class RemoteFile:
                     raise OSError(
                         f"Reading {what} failed {failures} times, the last time with: {first_line(error)}"
                     ) from error
-                pause(f"reading {what}", error, failures)
-
-    def _metadata(self) -> HfFileMetadata:
-        return get_hf_file_metadata(
-            self.url, token=self.token, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT, library_name=LIBRARY_NAME
-        )
+                if failures > 1 or not isinstance(error, _ExpiredError):  # a new address is to be had at once
+                    pause(f"reading {what}", error, failures)
 
     def _locate(self) -> str:
         with self._lock:  # one thread asks, the others wait for its answer
             if self._location is None:
-                self._location = self._metadata().location
+                metadata = get_hf_file_metadata(
+                    self.url, token=self.token, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT, library_name=LIBRARY_NAME
+                )
+                self._location = metadata.location
+                self._size = metadata.size if self._size is None else self._size
             return self._location
 
     def _forget(self, location: str) -> None:
@@ -133,9 +137,10 @@ class RemoteFile:
         ) as response:
             if not on_hub and response.status_code in EXPIRED_STATUSES:
                 self._forget(location)
-                raise _InterruptedError(f"{_origin(location)} answered {response.status_code}")
+                raise _ExpiredError(f"{_origin(location)} answered {response.status_code}")
             if response.status_code == 416:
-                raise short_file(self.name, start, end - start, response.headers.get("Content-Range", "fewer"))
+                stored = response.headers.get("Content-Range", "").rpartition("/")[2]
+                raise short_file(self.name, start, end - start, stored or "fewer")
             hf_raise_for_status(response)
             self._check_range(response, start, end)
             yield from response.iter_raw()
