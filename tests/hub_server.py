@@ -70,6 +70,7 @@ class Fault:
     status: int | None = None
     headers: dict[str, str] = field(default_factory=dict)
     drop_after: int | None = None  # bytes of the body after which the connection is cut
+    hide_length: bool = False  # the end of the connection is the end of the body
     delay: float = 0.0  # seconds before the answer
     ignore_range: bool = False
 
@@ -160,6 +161,10 @@ class HubServer:
         repo.revisions[revision] = commit
         repo.gated, repo.private, repo.token = gated, private, token
         return commit
+
+    def remove_revision(self, repo_id: str, revision: str) -> None:
+        """Deletes a branch or tag; its commit stays."""
+        del self._repos[repo_id].revisions[revision]
 
     def add_fault(self, pattern: str, **faults: Any) -> None:
         """Orders a [`Fault`]."""
@@ -325,7 +330,8 @@ class _Handler(BaseHTTPRequestHandler):
     def start(self, status: int, length: int, headers: dict[str, str]) -> None:
         self.request_log.status = status
         self.send_response(status)
-        for key, value in ({"Content-Length": str(length)} | headers).items():
+        ending = {"Connection": "close"} if self.fault.hide_length else {"Content-Length": str(length)}
+        for key, value in (ending | headers).items():
             self.send_header(key, value)
         self.end_headers()
 

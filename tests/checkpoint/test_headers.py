@@ -91,6 +91,7 @@ BROKEN_ENTRIES = {
     "shape of text": ({"x": entry(shape=["2"])}, r"'x' has the shape \['2'\]"),
     "offsets backwards": ({"x": entry(data_offsets=[8, 0])}, r"'x' has the offsets \[8, 0\]"),
     "size and shape differ": ({"x": entry(shape=[3])}, "'x' of shape .3. and dtype F32 takes 12 bytes, but .* span 8"),
+    "half a byte": ({"x": entry(dtype="F4", shape=[17])}, "'x' of shape .17. and dtype F4 takes 8.5 bytes, but"),
     "ends beyond the file": ({"x": entry(shape=[4], data_offsets=[0, 16])}, "'x' ends at byte .*: it is cut off"),
     "a hole": ({"x": entry(shape=[1], data_offsets=[4, 8])}, "'x' begins at byte"),
     "an overlap": ({"x": entry(), "y": entry(data_offsets=[0, 8])}, "'y' begins at byte"),
@@ -119,7 +120,7 @@ NOT_SAFETENSORS = {
     ),
     "a zip archive": (b"PK\x03\x04" + bytes(range(60)), "announce a header of"),
     "an error page": (b"<!doctype html><html></html>", "announce a header of"),
-    "header cut off": ((1000).to_bytes(8, "little") + b"{" * 500, "announce a header of 1000 bytes .* cut off"),
+    "header cut off": ((504).to_bytes(8, "little") + b"{" * 500, "announce a header of 504 bytes .* cut off"),
     "not JSON": ((8).to_bytes(8, "little") + b"{'x': 1}", "its header is not JSON"),
     "not text": ((8).to_bytes(8, "little") + b'{"\xff\xfe": 1', "its header is not JSON"),
 }
