@@ -3,6 +3,7 @@
 from .attention import find_attention_layers, register_qk_layout, unregister_qk_layout
 from .bilinear import BilinearForm, BilinearScores, directionality_score, symmetry_score
 from .callback import QKScoreCallback
+from .checkpoint import score_checkpoint
 from .init import SymmetricInit, apply_qk_init
 from .plugin import register, unregister
 from .scores import LayerScores, QKScores
@@ -21,6 +22,7 @@ __all__ = [
     "find_attention_layers",
     "register",
     "register_qk_layout",
+    "score_checkpoint",
     "score_model",
     "symmetry_score",
     "unregister",

@@ -1,7 +1,6 @@
 """`QKScoreCallback`: W_qk scores while a Trainer trains, in its log history and in every tracker."""
 
 import logging
-import math
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ from .attention import (
 )
 from .history import ScoreHistory
 from .scores import QKScores
-from .scoring import ScorableLayer, join_gathering, model_type, not_finite, score_layers
+from .scoring import ScorableLayer, join_gathering, model_type, score_layers, undefined_layers
 
 
 __all__ = ["QKScoreCallback"]
@@ -257,9 +256,9 @@ class QKScoreCallback(TrainerCallback):
         if scores is None:
             return {}
         self.scores = scores
-        names = [layer.name for layer in scores.layers if math.isnan(layer.frobenius_norm)]
-        if names and not errors:
-            self._say(not_finite(names), once="not finite")
+        undefined = undefined_layers(scores)
+        if undefined and not errors:
+            self._say(undefined, once="not finite")
         if (history := self._history) is not None:
             self._guard("the history file", history.append, state.global_step, scores)
         return scores.to_log(self.prefix, heads=self.heads)

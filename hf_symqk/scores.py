@@ -66,7 +66,7 @@ class QKScores:
         layers (`tuple[LayerScores, ...]`): Encoder before decoder, then by path and number.
         gamma (`float`): γ of the directionality score.
         model_type (`str` or `None`): `config.model_type` of the model.
-        family (`str` or `None`): `"encoder"`, `"decoder"` or `"encoder-decoder"`, `None` where the config does not say.
+        family (`str` or `None`): `"encoder"`, `"decoder"` or `"encoder-decoder"`; `None` where no config says.
         source (`str` or `None`): Folder, file or repository that was read; `None` for a live model.
         num_parameters (`int` or `None`): Parameters of the whole model, `None` where nothing that was read says.
         skipped (`tuple[str, ...]`): A line for each kind of module that looks like attention and was left out, saying

@@ -5,28 +5,54 @@ Shape legend: `D` model width, `H` query heads, `G` key/value heads, `r = H / G`
 """
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+from transformers.utils import logging
 
 from .attention import (
     AttentionKind,
     HeadShape,
     LayerChoice,
     QKLayout,
-    find_attention_layers,
+    describe_left_out,
+    full_shape,
     outermost_model,
     select_layers,
+    survey_attention,
 )
 from .bilinear import BilinearForm
+from .null_band import form_nulls
 from .scores import METRICS, LayerScores, QKScores
 
 
-__all__ = ["ScorableLayer", "head_forms", "join_gathering", "layer_form", "score_layers", "score_model"]
+__all__ = [
+    "ScorableLayer",
+    "head_forms",
+    "join_gathering",
+    "layer_form",
+    "model_family",
+    "score_layers",
+    "score_model",
+    "undefined_layers",
+]
+
+logger = logging.get_logger(__name__)
+
+_GENERATING = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 
 class ScorableLayer(Protocol):
@@ -45,7 +71,7 @@ class ScorableLayer(Protocol):
     @property
     def heads(self) -> HeadShape: ...
     @property
-    def is_sharded(self) -> bool: ...
+    def read_once(self) -> bool: ...
 
     def query_key_weights(self) -> AbstractContextManager[tuple[Tensor, Tensor]]: ...
 
@@ -92,6 +118,7 @@ def score_model(
     attention: AttentionKind = "self",
     heads: bool = True,
     gamma: float = 2.0,
+    null_band: bool = True,
 ) -> QKScores:
     """
     Scores W_qk of every attention layer of a live model, on the model's device. The model is only read: neither its
@@ -113,6 +140,8 @@ def score_model(
             Whether each head is scored too.
         gamma (`float`, *optional*, defaults to 2.0):
             γ of the directionality score.
+        null_band (`bool`, *optional*, defaults to `True`):
+            Whether the range that independent Gaussian weights score in is given with each layer.
 
     Returns:
         [`QKScores`]: One entry per layer. A layer with a weight that is not finite scores NaN and is named in a
@@ -139,11 +168,21 @@ def score_model(
 
     ```
     """
-    chosen = select_layers(find_attention_layers(model), layers=layers, attention=attention)
-    scores = QKScores(score_layers(chosen, gamma=gamma, heads=heads), gamma, model_type(model))
-    undefined = [layer.name for layer in scores.layers if math.isnan(layer.frobenius_norm)]
-    if undefined:
-        warnings.warn(not_finite(undefined), RuntimeWarning, stacklevel=2)
+    survey = survey_attention(model)
+    if survey.left_out:
+        logger.warning_once(f"Left out of {type(model).__name__}: {describe_left_out(survey.left_out)}")
+    chosen = select_layers(survey.layers, layers=layers, attention=attention)
+    whole = outermost_model(model)
+    scores = QKScores(
+        score_layers(chosen, gamma=gamma, heads=heads, null_band=null_band),
+        gamma,
+        model_type(model),
+        family=None if whole is None else model_family(whole.config),
+        num_parameters=sum(math.prod(full_shape(parameter)) for parameter in model.parameters()),
+        skipped=tuple(line.strip() for line in survey.left_out),
+    )
+    if undefined := undefined_layers(scores):
+        warnings.warn(undefined, RuntimeWarning, stacklevel=2)
     return scores
 
 
@@ -153,13 +192,44 @@ def model_type(model: nn.Module) -> str | None:
     return None if whole is None else whole.config.model_type
 
 
-def not_finite(names: list[str]) -> str:
-    """The warning for layers whose scores are NaN."""
-    return f"W_qk scores are NaN where query or key weights are not finite: {', '.join(names)}."
+def model_family(config: PreTrainedConfig) -> str | None:
+    """
+    Which way a model's attention looks, told from its config.
+
+    Args:
+        config (`PreTrainedConfig`): The config of a whole model.
+
+    Returns:
+        `str`: `"encoder"`, `"decoder"` or `"encoder-decoder"`; `None` for a model type that Transformers does not know
+        and whose architectures do not say.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        return "encoder-decoder"
+    if getattr(config, "is_decoder", False):
+        return "decoder"
+    kind = config.model_type
+    generates = any(kind in mapping for mapping in _GENERATING)
+    if kind in CONFIG_MAPPING:
+        return "decoder" if generates and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES else "encoder"
+    architectures = " ".join(config.architectures or ())
+    if re.search(r"CausalLM|LMHead|ForConditionalGeneration", architectures):
+        return "decoder"
+    return "encoder" if re.search(r"MaskedLM|ImageClassification|ForPreTraining", architectures) else None
+
+
+def undefined_layers(scores: QKScores) -> str | None:
+    """The warning for layers whose scores are NaN, `None` if there are none."""
+    names = [layer.name for layer in scores.layers if math.isnan(layer.frobenius_norm)]
+    return f"W_qk scores are NaN where query or key weights are not finite: {', '.join(names)}." if names else None
 
 
 def score_layers(
-    layers: Iterable[ScorableLayer], *, gamma: float = 2.0, heads: bool = True, on_error: ErrorHandler | None = None
+    layers: Iterable[ScorableLayer],
+    *,
+    gamma: float = 2.0,
+    heads: bool = True,
+    null_band: bool = False,
+    on_error: ErrorHandler | None = None,
 ) -> tuple[LayerScores, ...]:
     """
     Scores layers, one after another. Under an engine that shards, every rank has to call this or [`join_gathering`].
@@ -173,6 +243,8 @@ def score_layers(
             γ of the directionality score.
         heads (`bool`, *optional*, defaults to `True`):
             Whether each head is scored too.
+        null_band (`bool`, *optional*, defaults to `False`):
+            Whether the range that independent Gaussian weights score in is given with each layer.
         on_error (`Callable[[layer, Exception], None]`, *optional*):
             Takes what goes wrong with one layer, which then scores NaN; the other layers stand. By default it is
             raised.
@@ -181,15 +253,16 @@ def score_layers(
         `tuple[LayerScores, ...]`
     """
     layers = list(layers)
-    queued = [_guarded(layer, on_error, _measure, gamma, heads, False) for layer in layers]
+    measure = partial(_measure, gamma=gamma, heads=heads, null_band=null_band)
+    queued = [_guarded(layer, on_error, measure) for layer in layers]
     arrived = _to_host([values for values in queued if values is not None])
     results = []
     for layer, values in zip(layers, queued, strict=True):
         columns = None if values is None else next(arrived)
-        if columns is not None and not layer.is_sharded and any(_is_doubtful(error) for error in columns[-1]):
-            again = _guarded(layer, on_error, _measure, gamma, heads, True)
+        if columns is not None and not layer.read_once and any(map(_is_doubtful, columns[-1][null_band:])):
+            again = _guarded(layer, on_error, partial(measure, careful=True))
             columns = None if again is None else next(_to_host([again]))
-        results.append(_layer_scores(layer, columns))
+        results.append(_layer_scores(layer, columns, null_band))
     return tuple(results)
 
 
@@ -220,14 +293,21 @@ def _guarded(layer: ScorableLayer, on_error: ErrorHandler | None, action: Callab
         return None
 
 
-def _measure(layer: ScorableLayer, gamma: float, heads: bool, careful: bool) -> Tensor:
-    """Symmetry, directionality, norm and rounding error (rows) of the layer form and of each head form (columns)."""
+def _measure(layer: ScorableLayer, gamma: float, heads: bool, null_band: bool, careful: bool = False) -> Tensor:
+    """
+    Symmetry, directionality, norm and rounding error (rows) of the layer form and of each head form (columns). With
+    null bands, a first column holds low and high of symmetry and of directionality.
+    """
     with layer.query_key_weights() as (w_q, w_k):
-        forms = [layer_form(w_q, w_k), head_forms(w_q, w_k)] if heads else [layer_form(w_q, w_k)]
-        # Sharded weights are whole only here, and all ranks have to gather alike: whatever needs a second look gets it
-        # now. Gathering waits for the other ranks anyway.
-        careful = careful or layer.is_sharded
-        return torch.cat([torch.stack([x.flatten() for x in form.scores(gamma, careful)]) for form in forms], dim=1)
+        whole = layer_form(w_q, w_k)
+        forms = [whole, head_forms(w_q, w_k)] if heads else [whole]
+        # Weights that are whole only here, or come from a file, get the second look that they may need now: where they
+        # are gathered all ranks have to gather alike, and reading again costs more than waiting for the device.
+        careful = careful or layer.read_once
+        columns = [torch.stack([x.flatten() for x in form.scores(gamma, careful)]) for form in forms]
+        if null_band:
+            columns.insert(0, form_nulls(whole, gamma).to(columns[0])[:, None])
+        return torch.cat(columns, dim=1)
 
 
 def _to_host(queued: list[Tensor]) -> Any:
@@ -243,9 +323,15 @@ def _is_doubtful(relative_error: float) -> bool:
     return not relative_error <= BilinearForm.max_relative_error  # NaN is doubtful too
 
 
-def _layer_scores(layer: ScorableLayer, columns: list[list[float]] | None) -> LayerScores:
+def _layer_scores(layer: ScorableLayer, columns: list[list[float]] | None, null_band: bool) -> LayerScores:
     measured: dict[str, Any] = dict.fromkeys(METRICS, math.nan)
     if columns is not None:
+        if null_band:
+            edges = [row[0] for row in columns]
+            columns = [row[1:] for row in columns]
+            bands = zip(("symmetry_null", "directionality_null"), (edges[:2], edges[2:]), strict=True)
+            # There is no band where there is no score.
+            measured |= {name: tuple(band) for name, band in bands if not any(map(math.isnan, band))}
         measured = {metric: values[0] for metric, values in zip(METRICS, columns[:-1], strict=True)}
         measured |= {f"head_{metric}": tuple(values[1:]) for metric, values in zip(METRICS, columns[:-1], strict=True)}
     return LayerScores(

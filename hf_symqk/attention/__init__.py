@@ -1,6 +1,14 @@
 """Where W_q and W_k live: the table of layouts, finding them in a model, whole tensors from sharded ones."""
 
-from .finding import AttentionSurvey, describe_left_out, find_attention_layers, outermost_model, survey_attention
+from .finding import (
+    LOOKS_LIKE_ATTENTION,
+    AttentionSurvey,
+    describe_left_out,
+    find_attention_layers,
+    outermost_model,
+    survey_attention,
+    survey_modules,
+)
 from .layer import AttentionLayer, HeadTensors
 from .layouts import (
     HeadRows,
@@ -19,6 +27,7 @@ from .tensors import full_shape, linear_shape, storage_name, whole_linears, whol
 
 __all__ = [
     "ATTENTION_KINDS",
+    "LOOKS_LIKE_ATTENTION",
     "AttentionKind",
     "AttentionLayer",
     "AttentionSurvey",
@@ -40,6 +49,7 @@ __all__ = [
     "select_layers",
     "storage_name",
     "survey_attention",
+    "survey_modules",
     "unregister_qk_layout",
     "whole_linears",
     "whole_parameters",

@@ -16,11 +16,13 @@ from .tensors import linear_shape, refuse_fsdp1
 
 
 __all__ = [
+    "LOOKS_LIKE_ATTENTION",
     "AttentionSurvey",
     "describe_left_out",
     "find_attention_layers",
     "outermost_model",
     "survey_attention",
+    "survey_modules",
 ]
 
 logger = logging.get_logger(__name__)
@@ -31,7 +33,7 @@ _NUM_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads")
 _HEAD_DIM = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "d_kv")
 # Names, below the layer's number, of attention whose queries and keys come from different streams.
 _CROSS_ATTENTION = re.compile(r"cross|encoder_attn|encdec|x_attn|visual_attention|image_pooling", re.IGNORECASE)
-_LOOKS_LIKE_ATTENTION = re.compile(r"attention|attn|deltanet", re.IGNORECASE)
+LOOKS_LIKE_ATTENTION = re.compile(r"attention|attn|deltanet", re.IGNORECASE)
 # Parts of attention that are named after it and project neither queries nor keys.
 _NO_ATTENTION = re.compile(r"(Output|MLP|Mlp|Layer|Block)$")
 _NOT_SOFTMAX = re.compile(r"linear_?attn|linear_?attention|lightning_?attention|deltanet|indexer", re.IGNORECASE)
@@ -64,9 +66,9 @@ def outermost_model(module: nn.Module) -> PreTrainedModel | None:
 
 def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
     """
-    Finds every attention layer of a model that the layout table knows: encoder before decoder, then by path and number,
-    which is the order that names alone give and so the same for a model and its checkpoint. A module shared by several
-    layers (ALBERT) is found once. Modules that look like attention and match no layout are named in a warning.
+    Finds every attention layer of a model that the layout table knows: encoder before decoder, then by path and
+    number, an order that names alone give, so that it is the same for a model and its checkpoint. A module shared by
+    several layers (ALBERT) is found once. Modules that look like attention and match no layout are named in a warning.
 
     Args:
         model (`torch.nn.Module`):
@@ -281,7 +283,7 @@ def _left_out(modules: list[tuple[str, nn.Module, Any]], found: list[AttentionLa
     within += [name for name, module, _ in modules if "pool" in type(module).__name__.lower()]
     lines: dict[str, str] = {}
     for name, module, config in modules:
-        if not _LOOKS_LIKE_ATTENTION.search(type(module).__name__) or _NO_ATTENTION.search(type(module).__name__):
+        if not LOOKS_LIKE_ATTENTION.search(type(module).__name__) or _NO_ATTENTION.search(type(module).__name__):
             continue
         weights = [child for child, holder in module.named_children() if linear_shape(holder) is not None]
         if not weights or "sampling_offsets" in weights:  # only norms; deformable attention has no W_k

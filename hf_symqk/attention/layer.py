@@ -73,7 +73,7 @@ class AttentionLayer:
         return self.module.get_submodule(self.projection(part).module)
 
     @property
-    def is_sharded(self) -> bool:
+    def read_once(self) -> bool:
         """Whether reading Q and K takes other processes; then every rank has to come along."""
         return is_sharded(self.module)
 

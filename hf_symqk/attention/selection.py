@@ -1,9 +1,7 @@
 """Choosing attention layers by kind and by index, with one error for a choice that the model does not have."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
-
-from .layer import AttentionLayer
+from typing import Literal, Protocol, TypeVar
 
 
 __all__ = ["ATTENTION_KINDS", "AttentionKind", "LayerChoice", "select_layers"]
@@ -13,15 +11,29 @@ ATTENTION_KINDS: tuple[AttentionKind, ...] = ("self", "cross", "all")
 LayerChoice = Sequence[int] | Mapping[str, Sequence[int]]
 
 
+class _Layer(Protocol):
+    @property
+    def stack(self) -> str: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def problem(self) -> str | None: ...
+
+
+Selectable = TypeVar("Selectable", bound=_Layer)
+
+
 def select_layers(
-    found: list[AttentionLayer], *, layers: LayerChoice | None = None, attention: AttentionKind = "self"
-) -> list[AttentionLayer]:
+    found: list[Selectable], *, layers: LayerChoice | None = None, attention: AttentionKind = "self"
+) -> list[Selectable]:
     """
     Chooses among the attention layers of a model.
 
     Args:
         found (`list[AttentionLayer]`):
-            What [`find_attention_layers`] returned.
+            What [`find_attention_layers`] returned, or layers of a checkpoint.
         layers (`Sequence[int]` or `Mapping[str, Sequence[int]]`, *optional*):
             Layer indices, counted within each stack; a sequence holds for every stack of the model, a mapping names
             the stacks (`{"encoder": [0, 1]}`). All layers by default.
@@ -29,7 +41,7 @@ def select_layers(
             `"self"`, `"cross"` or `"all"`.
 
     Returns:
-        `list[AttentionLayer]`: The chosen layers, in the model's order, never empty.
+        `list[AttentionLayer]`: The chosen layers, in their order, never empty.
 
     Raises:
         ValueError: for a kind, a stack or an index that the model does not have, or a chosen layer that cannot be
@@ -48,7 +60,7 @@ def select_layers(
     return chosen
 
 
-def _by_index(candidates: list[AttentionLayer], layers: LayerChoice) -> list[AttentionLayer]:
+def _by_index(candidates: list[Selectable], layers: LayerChoice) -> list[Selectable]:
     stacks: dict[str, list[int]] = {}
     for layer in candidates:
         stacks.setdefault(layer.stack, []).append(layer.index)

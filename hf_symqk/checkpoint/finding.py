@@ -1,0 +1,223 @@
+"""From the names in a checkpoint's files to its attention layers."""
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from ..attention import AttentionLayer, layouts, survey_modules
+from .forms import Form, form_of
+from .layers import CheckpointLayer, Part, needs_of
+from .reading import Need, Reader
+from .sections import read_config, section_of
+from .skeleton import Holder, attention_modules, is_norm, join, module_names, query_key_holders, split_key
+from .sources import open_source
+from .weights import StoredTensor, WeightFiles
+
+
+__all__ = ["CheckpointSurvey", "find_checkpoint_layers", "survey_files"]
+
+_CONFIG = "config.json"
+
+
+@dataclass(frozen=True, eq=False)
+class CheckpointSurvey:
+    """
+    What a checkpoint holds, before any weight is read.
+
+    Attributes:
+        layers (`list[CheckpointLayer]`): Its attention layers, in the order of [`find_attention_layers`].
+        left_out (`list[str]`): A line on each kind of module that looks like attention and matches no layout.
+        config (`PreTrainedConfig`): Its config.
+        source (`str`): Where it was found.
+        num_parameters (`int` or `None`): Parameters of the whole model, `None` where nothing that was read says.
+        reader (`Reader`): What reads its tensors.
+    """
+
+    layers: list[CheckpointLayer]
+    left_out: list[str]
+    config: PreTrainedConfig
+    source: str
+    num_parameters: int | None
+    reader: Reader
+
+
+def find_checkpoint_layers(
+    path_or_repo_id: str | os.PathLike,
+    *,
+    revision: str | None = None,
+    subfolder: str | None = None,
+    token: str | bool | None = None,
+    dtype: torch.dtype | None = None,
+) -> CheckpointSurvey:
+    """
+    Finds the attention layers of a checkpoint by `config.json` and the names and shapes of its tensors, as
+    [`find_attention_layers`] finds those of a live model. See [`score_checkpoint`] for the arguments and errors.
+
+    Returns:
+        [`CheckpointSurvey`]
+    """
+    source, file = open_source(path_or_repo_id, revision=revision, subfolder=subfolder, token=token)
+    if _CONFIG not in source.files():
+        raise ValueError(
+            f"{source.name} has no {_CONFIG}, which says how many heads W_q and W_k are split into. Put it beside the "
+            "weights, or give the folder that holds both."
+        )
+    config = read_config(source.fetch(_CONFIG), f"{source.name}: {_CONFIG}")
+    return survey_files(WeightFiles(source, file), config, dtype)
+
+
+def survey_files(files: WeightFiles, config: PreTrainedConfig, dtype: torch.dtype | None) -> CheckpointSurvey:
+    """[`find_checkpoint_layers`] once files and config are known."""
+    where = files.source.name
+    reader = Reader(files.source)
+    keys = _keys_by_module(module_names(files.files, config), where)
+    attention = query_key_holders(set(keys))
+    _require_complete(keys, attention, config, files)
+    stored = files.describe(key for inside in attention.values() for path in inside for key in keys[path].values())
+    parts = {
+        path: _part(path, {leaf: stored[key] for leaf, key in keys[path].items()}, config)
+        for inside in attention.values()
+        for path in inside
+    }
+    holders: dict[str, Holder | None] = dict.fromkeys(keys)
+    holders |= {path: _holder(part, reader) for path, part in parts.items()}
+    survey = survey_modules(attention_modules(holders, config), where)
+    layers = [_layer(layer, parts, config, reader, dtype) for layer in survey.layers]
+    return CheckpointSurvey(layers, survey.left_out, config, where, files.num_parameters, reader)
+
+
+def _keys_by_module(names: Mapping[str, str], where: str) -> dict[str, dict[str, str]]:
+    """Keys in files, by path of the module that the tensor belongs to and its name there."""
+    keys: dict[str, dict[str, str]] = {}
+    for key, name in names.items():
+        path, leaf = split_key(name)
+        held = keys.setdefault(path, {})
+        if leaf in held:
+            raise ValueError(f"{where}: {held[leaf]!r} and {key!r} are both {name!r} in the model.")
+        held[leaf] = key
+    return keys
+
+
+def _part(path: str, stored: Mapping[str, StoredTensor], config: PreTrainedConfig) -> Part:
+    quantization: Any = getattr(config, "quantization_config", None) or {}
+    quantization = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    return Part(path, stored, None if is_norm(path) else form_of(stored, quantization))
+
+
+def _holder(part: Part, reader: Reader) -> Holder:
+    if part.form is None:
+        weight = part.stored.get("weight")
+        return Holder(weight.shape if weight else (0,), weight.dtype if weight else torch.float32)
+    shape = part.form.shape(_read(part, part.form, reader)) if part.form.problem is None else None
+    # A form that cannot be had keeps its place, so that the layer is found and the error can name it.
+    return Holder(shape or (0, 0), torch.float32)
+
+
+def _read(part: Part, form: Form, reader: Reader) -> dict[str, torch.Tensor]:
+    needs = [Need(part.stored[name]) for name in form.needed_for_shape]
+    if not needs:
+        return {}
+    read = reader.take(needs)
+    return {name: read[part.stored[name].key] for name in form.needed_for_shape}
+
+
+def _layer(
+    found: AttentionLayer,
+    parts: Mapping[str, Part],
+    config: PreTrainedConfig,
+    reader: Reader,
+    dtype: torch.dtype | None,
+) -> CheckpointLayer:
+    projections = [found.layout.query, found.layout.key]
+    paths = list(dict.fromkeys(join(found.name, projection.module) for projection in projections))
+    for names in (found.layout.query_norms, found.layout.key_norms):
+        paths += [path for name in names if (path := join(found.name, name)) in parts][:1]
+    own = tuple(parts[path] for path in paths)
+    problem = next((part.form.problem for part in own if part.form and part.form.problem), None)
+    problem = problem or found.problem or _disagreement(found, own[0], config)
+    needs: list[Need] = []
+    for part in own if problem is None else ():
+        inside = [entry for entry in projections if join(found.name, entry.module) == part.path]
+        needs += needs_of(part, inside, found.heads)
+    return CheckpointLayer(found, own, tuple(needs), reader, dtype, problem)
+
+
+def _disagreement(found: AttentionLayer, query: Part, config: PreTrainedConfig) -> str | None:
+    """What the config says otherwise than the shapes."""
+    section = section_of(config, found.name, {found.input_width("query")})
+    for name, value, ours in (
+        ("hidden_size", section.hidden_size, found.input_width("query")),
+        ("num_key_value_heads", section.num_key_value_heads, found.heads.num_key_value_heads),
+    ):
+        if value is not None and value != ours and found.kind == "self" and not section.per_layer:
+            tensor = query.stored[query.needed[0]]
+            return (
+                f"{_CONFIG} says {name}={value}, but by their shapes {found.name!r} ({tensor.key} in {tensor.file}) "
+                f"has {ours}."
+            )
+    return None
+
+
+# --- is anything missing? -----------------------------------------------------------------------------------------
+
+
+def _require_complete(
+    keys: Mapping[str, Mapping[str, str]],
+    attention: Mapping[str, set[str]],
+    config: PreTrainedConfig,
+    files: WeightFiles,
+) -> None:
+    """
+    Raises:
+        ValueError: if a layer lacks what its siblings have, or layers are missing.
+    """
+    where = f"{files.source.name}: {files.entry}"
+    siblings: dict[str, set[str]] = {}
+    for path in attention:
+        names = {name for layout in layouts() for name in (layout.query.module, layout.key.module)}
+        siblings.setdefault(_pattern(path), set()).update(name for name in names if join(path, name) in keys)
+    for path in {parent for held in keys for parent in _parents(held)} - set(attention):
+        expected = siblings.get(_pattern(path), set())
+        there = [name for name in expected if join(path, name) in keys]
+        if there and len(there) < len(expected):
+            missing = next(name for name in expected if name not in there)
+            raise ValueError(
+                f"{where} has no tensor of {join(path, missing)!r}, though {path!r} has {', '.join(there)} and its "
+                f"sibling layers have {missing}. Download the checkpoint again."
+            )
+    numbers: dict[str, set[int]] = {}
+    for path in keys:
+        container, number = _first_number(path)
+        if number is not None:
+            numbers.setdefault(container, set()).add(number)
+    for container in {_first_number(path)[0] for path in attention}:
+        there_numbers = numbers.get(container, set())
+        expected_number = section_of(config, container).num_hidden_layers
+        count = max(there_numbers, default=-1) + 1
+        gaps = sorted(set(range(max(count, expected_number or 0))) - there_numbers)
+        if there_numbers and gaps:
+            raise ValueError(
+                f"{where} has no tensor of layer {gaps[0]} in {container!r}"
+                + (f", though {_CONFIG} says {expected_number} layers" if (expected_number or 0) > gaps[0] else "")
+                + f" (layers there: {len(there_numbers)}). Download the checkpoint again."
+            )
+
+
+def _parents(path: str) -> Iterable[str]:
+    parts = path.split(".")
+    return (".".join(parts[:length]) for length in range(len(parts)))
+
+
+def _pattern(path: str) -> str:
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
+
+
+def _first_number(path: str) -> tuple[str, int | None]:
+    parts = path.split(".")
+    position = next((place for place, part in enumerate(parts) if part.isdigit()), None)
+    return (".".join(parts[:position]), None if position is None else int(parts[position]))

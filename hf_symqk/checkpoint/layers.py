@@ -1,0 +1,158 @@
+"""The attention layers of a checkpoint: stand-ins for those of a live model, whose weights come from files."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import AttentionLayer, HeadShape, Projection, QKLayout
+from .forms import Form
+from .reading import Need, Reader
+from .weights import StoredTensor
+
+
+__all__ = ["CheckpointLayer", "Part", "needs_of"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """
+    One of the modules that W_q and W_k of a layer are made of: a projection, or a norm.
+
+    Args:
+        path (`str`): Its path in the model.
+        stored (`Mapping[str, StoredTensor]`): Its tensors, by their names in it.
+        form (`Form` or `None`): How a projection is stored; `None` for a norm, which is one plain vector.
+    """
+
+    path: str
+    stored: Mapping[str, StoredTensor]
+    form: Form | None
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Names of the tensors to read."""
+        return ("weight",) if self.form is None else self.form.needed
+
+    def weight(self, read: Mapping[str, Tensor]) -> Tensor:
+        """The weight as a live module would have it, from its tensors by key."""
+        values = {name: read[self.stored[name].key] for name in self.needed}
+        weight = values["weight"] if self.form is None else self.form.dense(values)
+        # Nothing can be computed in 8 bits, and 16 hold their values exactly.
+        return weight.to(torch.bfloat16) if weight.dtype.itemsize == 1 else weight
+
+
+@dataclass(frozen=True, eq=False)
+class CheckpointLayer:
+    """
+    One attention layer of a checkpoint; [`score_layers`] takes it like one of a live model.
+
+    Attributes:
+        found ([`AttentionLayer`]): The same layer among modules on the meta device.
+        parts (`tuple[Part, ...]`): The modules that its W_q and W_k are made of.
+        needs (`tuple[Need, ...]`): What has to be read of them.
+        reader (`Reader`): What reads it.
+        dtype (`torch.dtype` or `None`): What weights are converted to.
+        problem (`str` or `None`): Why the layer cannot be read.
+    """
+
+    found: AttentionLayer
+    parts: tuple[Part, ...]
+    needs: tuple[Need, ...]
+    reader: Reader
+    dtype: torch.dtype | None = None
+    problem: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.found.name
+
+    @property
+    def stack(self) -> str:
+        return self.found.stack
+
+    @property
+    def index(self) -> int:
+        return self.found.index
+
+    @property
+    def kind(self) -> str:
+        return self.found.kind
+
+    @property
+    def layout(self) -> QKLayout:
+        return self.found.layout
+
+    @property
+    def heads(self) -> HeadShape:
+        return self.found.heads
+
+    @property
+    def read_once(self) -> bool:
+        """Files are slower than arithmetic."""
+        return True
+
+    @property
+    def keys(self) -> tuple[StoredTensor, ...]:
+        """The tensors behind W_q and W_k."""
+        return tuple(need.tensor for need in self.needs)
+
+    @contextmanager
+    def query_key_weights(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """
+        W_q `(H, E, D)` and W_k `(G, E, D)` as the scores see them, held as long as the context.
+
+        Raises:
+            OSError: if a file cannot be read.
+            ValueError: if what was read is not the weight that it should be.
+        """
+        read = self.reader.take(self.needs)
+        modules: dict[Any, Part] = {self._module(part): part for part in self.parts}
+        empty = {module: module.weight for module in modules}
+        try:
+            for module, part in modules.items():
+                weight = part.weight(read)
+                module.weight = nn.Parameter(weight.to(self.dtype or weight.dtype), requires_grad=False)
+            del read
+            with self.found.query_key_weights() as weights:
+                yield weights
+        finally:
+            for module, weight in empty.items():
+                module.weight = weight
+
+    def _module(self, part: Part) -> nn.Module:
+        return self.found.module.get_submodule(part.path.removeprefix(self.name).removeprefix("."))
+
+
+def needs_of(part: Part, projections: list[Projection], heads: HeadShape) -> list[Need]:
+    """
+    What has to be read of a module.
+
+    Args:
+        part (`Part`): The module.
+        projections (`list[Projection]`): Query, key or both, as far as it holds them; none for a norm.
+        heads ([`HeadShape`]): The layer's head counts.
+
+    Returns:
+        `list[Need]`: The rows of queries and keys alone, where rows can be read alone.
+    """
+    tensors = [part.stored[name] for name in part.needed]
+    by_rows = part.form is not None and part.form.rows and not any(entry.transposed for entry in projections)
+    if not by_rows or not projections:
+        return [Need(tensor) for tensor in tensors]
+    return [Need(tensor, _row_spans(tensor, projections, heads)) for tensor in tensors]
+
+
+def _row_spans(tensor: StoredTensor, projections: list[Projection], heads: HeadShape) -> tuple[tuple[int, int], ...]:
+    rows = torch.arange(tensor.shape[0])
+    # Asking for the rows of a list of row numbers tells them, whatever the layout's order.
+    chosen = torch.cat([entry.rows.select(rows, heads).flatten() for entry in projections]).unique()
+    starts = chosen[torch.cat([torch.tensor([True]), chosen.diff() > 1])]
+    ends = chosen[torch.cat([chosen.diff() > 1, torch.tensor([True])])] + 1
+    if len(starts) > 1:  # scattered over the tensor: reading it in one go costs less than skipping
+        starts, ends = starts[:1], ends[-1:]
+    size = tensor.nbytes // tensor.shape[0]
+    return tuple((int(start) * size, int(end) * size) for start, end in zip(starts, ends, strict=True))

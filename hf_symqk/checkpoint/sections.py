@@ -1,0 +1,167 @@
+"""Which part of a `config.json` speaks for a module, told from the module's path alone: no model is built."""
+
+import json
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+
+__all__ = ["Section", "read_config", "section_of", "speaks_for", "sub_configs"]
+
+# Words by which paths and configs call one modality.
+_SYNONYMS = (
+    {"text", "language", "lm", "llm"},
+    {"vision", "visual", "image", "img", "vit"},
+    {"audio", "speech", "sound"},
+)
+_SIDES = ("encoder", "decoder")
+_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "attention_heads")
+_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "key_value_heads")
+_HEAD_DIM = ("head_dim", "attention_head_size", "d_kv")
+_LAYERS = ("num_hidden_layers", "layers", "num_layers", "n_layers", "n_layer")
+_WIDTH = ("hidden_size", "d_model", "n_embd", "dim")
+_NAMES = (_HEADS, _KEY_VALUE_HEADS, _HEAD_DIM, _WIDTH, _LAYERS)
+
+
+@dataclass(frozen=True)
+class Section:
+    """
+    What a config says of the attention modules under a path, under the names that [`survey_modules`] looks for;
+    `per_layer` where it says it of each layer apart.
+    """
+
+    model_type: str | None
+    num_attention_heads: int | None
+    num_key_value_heads: int | None
+    head_dim: int | None
+    hidden_size: int | None
+    num_hidden_layers: int | None
+    per_layer: bool = False
+    problem: str | None = None
+
+
+def read_config(path: Path, name: str) -> PreTrainedConfig:
+    """
+    Reads a `config.json`: with the config class of Transformers where its model type has one (which knows aliases and
+    the defaults that the file leaves out), else as it stands. Code of a repository is never run.
+
+    Args:
+        path (`pathlib.Path`): The file.
+        name (`str`): How messages call it.
+
+    Returns:
+        `PreTrainedConfig`
+
+    Raises:
+        ValueError: if the file is no JSON object, or the config class refuses its values.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{name} is not a JSON file ({error}).") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{name} does not hold a JSON object but a {type(values).__name__}.")
+    values.pop("qk_init", None)  # says how weights were drawn, not what they are
+    try:
+        return _as_config(values)
+    except Exception as error:  # the classes raise whatever their fields' checks raise
+        kind = values.get("model_type")
+        raise ValueError(f"{name} does not make a config of model type {kind!r}: {error}") from error
+
+
+def _as_config(values: dict[str, Any]) -> PreTrainedConfig:
+    model_type = values.get("model_type")
+    if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
+        return CONFIG_MAPPING[model_type].from_dict(values)
+    parts = {key: _as_config(part) for key, part in values.items() if _is_config(key, part)}
+    config = PreTrainedConfig.from_dict({key: value for key, value in values.items() if key not in parts})
+    config.__dict__.update(parts, model_type=model_type)
+    return config
+
+
+def _is_config(key: str, value: Any) -> bool:
+    if not isinstance(value, dict) or key == "quantization_config":
+        return False
+    return "model_type" in value or any(name in value for name in _HEADS)
+
+
+def sub_configs(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
+    """The configs inside a config, by attribute name."""
+    return {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
+
+
+def section_of(config: PreTrainedConfig, path: str, widths: Container[int] | None = None) -> Section:
+    """
+    Finds what a config says of the module at a path.
+
+    Args:
+        config (`PreTrainedConfig`): The whole config.
+        path (`str`): Dotted path of an attention module.
+        widths (`Container[int]`, *optional*): Sizes of the module's weights, the width of its input among them; they
+            tell apart configs that the path does not.
+
+    Returns:
+        [`Section`]: With `problem` set where several parts of the config could be meant.
+    """
+    parts = path.split(".")
+    for part in parts:
+        config = next((sub for name, sub in sub_configs(config).items() if speaks_for(name, part)), config)
+    if _first(config, _HEADS) is None:
+        # Nothing in the path names a part, as in a language model saved out of a larger model.
+        candidates = [sub for sub in _descendants(config) if _first(sub, _HEADS) is not None]
+        fitting = [sub for sub in candidates if widths is None or _fits(_first(sub, _WIDTH), widths)]
+        sections = {_section(sub, parts) for sub in fitting}
+        if len({(section.num_attention_heads, section.num_key_value_heads) for section in sections}) > 1:
+            names = [name for name, sub in sub_configs(config).items() if sub in fitting]
+            problem = f"the path does not say which of {', '.join(names)} in config.json speaks for it"
+            return replace(_section(config, parts), problem=problem)
+        config = fitting[0] if fitting else config
+    return _section(config, parts)
+
+
+def _fits(width: int | None, widths: Container[int]) -> bool:
+    return width is None or width in widths
+
+
+def _section(config: PreTrainedConfig, parts: list[str]) -> Section:
+    # Where encoder and decoder share a config it may count their heads apart (`encoder_attention_heads`, …).
+    side = next((side for part in parts for side in _SIDES if part.startswith(side)), None)
+    number = next((int(part) for part in parts if part.isdigit()), 0)
+    own = [tuple(f"{side}_{name}" for name in names) if side else () for names in _NAMES]
+    names = [(*apart, *both) for apart, both in zip(own, _NAMES, strict=True)]
+    if _first(config, own[0], number) is not None:
+        names[1:3] = own[1:3]  # what is said of key heads without naming a side is then said of the other one
+    per_layer = any(isinstance(getattr(config, name, None), list | tuple) for name in (*names[0], *names[1]))
+    heads, groups, head_dim, width, layers = (_first(config, entry, number) for entry in names)
+    if hasattr(config, "num_hidden_groups"):
+        layers = None  # layers that share weights (ALBERT) are fewer in the file
+    return Section(getattr(config, "model_type", None), heads, groups, head_dim, width, layers, per_layer)
+
+
+def _first(config: PreTrainedConfig, names: tuple[str, ...], number: int = 0) -> int | None:
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, list | tuple) and number < len(value):
+            value = value[number]  # one value a layer, or a stage of layers
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
+
+
+def _descendants(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    for sub in sub_configs(config).values():
+        yield sub
+        yield from _descendants(sub)
+
+
+def speaks_for(name: str, part: str) -> bool:
+    """Whether a config's attribute (`vision_config`) is named after a part of a path (`vision_tower`)."""
+    stem = name.removesuffix("_config")
+    if stem == part:
+        return True
+    words, others = set(stem.split("_")), set(part.split("_"))
+    return bool(words & others) or any(words & group and others & group for group in _SYNONYMS)
