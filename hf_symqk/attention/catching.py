@@ -60,7 +60,7 @@ def catch_logits(model: nn.Module, *, norms: bool = True) -> Iterator[list[Logit
         for module in model.modules():
             stack.callback(module.register_forward_pre_hook(catcher.enter).remove)
             stack.callback(module.register_forward_hook(catcher.leave).remove)
-            if not norms and "norm" in type(module).__name__.lower() and not isinstance(module, nn.BatchNorm2d):
+            if not norms and module is not model and _is_norm(module):
                 stack.enter_context(_gain_alone(module))
         fastpath = torch.backends.mha.get_fastpath_enabled()
         stack.callback(torch.backends.mha.set_fastpath_enabled, fastpath)
@@ -213,6 +213,12 @@ class _Catcher(TorchFunctionMode):
 
 def _size(tensor: Tensor, own: str, labels: list[str]) -> int:
     return functools.reduce(lambda size, label: size * tensor.shape[own.index(label)], labels, 1)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    # Batch norms are affine as they stand; what has modules of its own is named after a norm for other reasons.
+    named = "norm" in type(module).__name__.lower() and not isinstance(module, nn.modules.batchnorm._NormBase)
+    return named and not module._modules
 
 
 @contextmanager

@@ -10,11 +10,12 @@ What is replaced while probing: positions (all tokens stand at position 0, where
 inside the module (by their learned gain, since the rest of a norm is not linear) and caches (by none).
 """
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from .catching import Logits, catch_logits
 __all__ = ["Call", "ProbedAttention", "ProbingError", "capture_calls", "probe_attention", "probe_model"]
 
 # Arguments that carry no token's hidden state; they keep their values while the hidden states are replaced.
-_NO_STREAM = re.compile(r"mask|position|rotary|freqs|cos|sin|bias|embedding_?s?_?0|timestep|reference|shape|index|pos")
+_NO_STREAM = re.compile(r"mask|pos|rotary|rope|freqs|cos|sin|bias|timestep|reference|shape|index|^r$|relative")
 _POSITIONS = re.compile(r"position|rotary|freqs|rope|pos_emb|cos|sin")
 _CACHE = re.compile(r"past_key|cache|layer_past|past_bucket")
 _TOLERANCE = 1e-4  # of the largest response; fp32 sums over D terms leave about 1e-6
@@ -123,8 +124,9 @@ def _positions_at_zero(value: Any) -> Any:
             # A rotation has the same length everywhere (not always 1: some rotary scalings stretch it).
             if length.numel() and (length - length.flatten()[0]).abs().max() < 1e-3 * length.max():
                 zero = torch.zeros_like(length)
-                # Cosines average above sines, whichever comes first.
-                return type(value)((length, zero) if first.mean() >= second.mean() else (zero, length))
+                # Cosines come first, but for modules whose first position has sine and cosine of 0 in that order.
+                swapped = first.flatten()[0] == 0 and second.flatten()[0] > 0
+                return type(value)((zero, length) if swapped else (length, zero))
         return type(value)(_positions_at_zero(item) for item in value)
     return value
 
@@ -165,9 +167,6 @@ class _Rerun:
             return False if isinstance(value, bool) else None
         return _positions_at_zero(value) if _POSITIONS.search(name) else value
 
-    def shape(self, stream: list[str]) -> torch.Size:
-        return self.neutral[stream[0]].shape
-
     def __call__(self, stream: list[str], hidden: Tensor) -> list[Logits]:
         values = {**self.neutral, **dict.fromkeys(stream, hidden)}
         values = {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}
@@ -192,6 +191,10 @@ class _Rerun:
 
 
 # --- the response to basis vectors -----------------------------------------------------------------------------------
+
+
+Side = Literal["query", "key"]
+_SIDES: tuple[Side, Side] = ("query", "key")
 
 
 class _Response(NamedTuple):
@@ -219,40 +222,20 @@ def probe_attention(module: nn.Module, call: Call, *, width: int | None = None) 
     Raises:
         ProbingError: if there is no such softmax, or a response is not linear in the token's own hidden state.
     """
-    with ExitStack() as stack:
-        stack.enter_context(_evaluating(module))
+    results: list[ProbedAttention] = []
+    with _evaluating(module):
         rerun = _Rerun(module, call, width)
-        generator = torch.Generator().manual_seed(0)
-        # Per stream: logits with every stream as it was given except this one, which is 0 or random.
-        found: dict[int, dict[str, tuple[int, Any]]] = {}
-        for number, stream in enumerate(rerun.streams):
-            zero = rerun(stream, torch.zeros(rerun.shape(stream), **_like(rerun.neutral[stream[0]])))
-            moved = rerun(stream, _random(rerun.neutral[stream[0]], generator))
-            if len(zero) != len(moved):
-                raise ProbingError(f"{type(module).__name__} takes another path for other hidden states.")
-            for index, (before, after) in enumerate(zip(zero, moved, strict=True)):
-                for side in ("query", "key"):
-                    if _differ(getattr(before, side), getattr(after, side)):
-                        found.setdefault(index, {}).setdefault(side, (number, None))
-        results: list[ProbedAttention] = []
-        for index, sides in sorted(found.items()):
+        streams = [_Stream(rerun, names, width) for names in rerun.streams]
+        for index, sides in sorted(_dependent(module, streams).items()):
             if len(sides) < 2:
                 continue
-            responses = {}
-            for side, (number, _) in sides.items():
-                responses[side] = _respond(rerun, rerun.streams[number], index, side, width, generator)
-            kind = "self" if sides["query"][0] == sides["key"][0] else "cross"
-            caught = rerun(rerun.streams[0], rerun.neutral[rerun.streams[0][0]])[index]
+            query, key = (streams[sides[side]].respond(index, side) for side in ("query", "key"))
+            caught = streams[sides["query"]].zero[index]
+            kind = "self" if sides["query"] == sides["key"] else "cross"
+            slots = "all" if query.slots == key.slots == "all" else "first"
             results.append(
                 ProbedAttention(
-                    responses["query"].weight,
-                    responses["key"].weight,
-                    responses["query"].bias,
-                    responses["key"].bias,
-                    caught.scaling,
-                    caught.route,
-                    kind,
-                    min(responses["query"].slots, responses["key"].slots),
+                    query.weight, key.weight, query.bias, key.bias, caught.scaling, caught.route, kind, slots
                 )
             )
     if not results:
@@ -260,98 +243,121 @@ def probe_attention(module: nn.Module, call: Call, *, width: int | None = None) 
     return results
 
 
-def _like(tensor: Tensor) -> dict[str, Any]:
-    return {"dtype": tensor.dtype, "device": tensor.device}
-
-
-def _random(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(tensor.shape, generator=generator).to(tensor)
+def _dependent(module: nn.Module, streams: list["_Stream"]) -> dict[int, dict[Side, int]]:
+    """By number of the softmax: the first stream that its queries depend on, and the first that its keys do."""
+    found: dict[int, dict[Side, int]] = {}
+    for number, stream in enumerate(streams):
+        if len(stream.zero) != len(stream.moved):
+            raise ProbingError(f"{type(module).__name__} takes another path for other hidden states.")
+        for index, (before, after) in enumerate(zip(stream.zero, stream.moved, strict=True)):
+            for side in _SIDES:
+                if _differ(getattr(before, side), getattr(after, side)):
+                    found.setdefault(index, {}).setdefault(side, number)
+    return found
 
 
 def _differ(before: Tensor, after: Tensor) -> bool:
     return before.shape != after.shape or bool((before - after).abs().max() > 1e-6 * after.abs().max())
 
 
-def _respond(
-    rerun: _Rerun, stream: list[str], index: int, side: str, width: int | None, generator: torch.Generator
-) -> _Response:
-    original: Tensor = rerun.neutral[stream[0]]
-    # Channels stand last, or (convolutions) second.
-    channel = original.ndim - 1
-    if width is not None and original.shape[-1] != width:
-        channel = 1 if original.ndim == 4 and original.shape[1] == width else original.shape.index(width)
+class _Stream:
+    """One argument of an attention module, replaced by vectors of our choice. All responses are kept for reading."""
 
-    def run(hidden: Tensor) -> Tensor:
-        return getattr(rerun(stream, hidden.movedim(-1, channel))[index], side)
+    def __init__(self, rerun: _Rerun, names: list[str], width: int | None) -> None:
+        self.rerun, self.names = rerun, names
+        original: Tensor = rerun.neutral[names[0]]
+        # Channels stand last, or (convolutions) second.
+        self.channel = original.ndim - 1
+        if width is not None and original.shape[-1] != width:
+            self.channel = 1 if original.ndim == 4 and original.shape[1] == width else original.shape.index(width)
+        self.shape = original.movedim(self.channel, -1).shape
+        self.slots, self.width = self.shape[:-1].numel(), self.shape[-1]
+        self.example = original.new_empty(0)
+        generator = torch.Generator().manual_seed(0)
+        self.random = torch.randn(self.slots, self.width, generator=generator)
+        self.zero, self.moved = self.run(torch.zeros_like(self.random)), self.run(self.random)
 
-    shape = original.movedim(channel, -1).shape
-    example = original.new_empty(0)
-    problem = ""
-    for respond in (_respond_everywhere, _respond_at_first):
-        try:
-            return respond(run, shape, example, generator)
-        except ProbingError as error:
-            problem = str(error)
-    raise ProbingError(f"{type(rerun.module).__name__}, {side}: {problem}")
+    def run(self, vectors: Tensor) -> list[Logits]:
+        """Logits for one vector in every slot `(S, D)`."""
+        hidden = vectors.to(self.example).view(self.shape).movedim(-1, self.channel)
+        return self.rerun(self.names, hidden)
 
+    @functools.cached_property
+    def doubled(self) -> list[Logits]:
+        return self.run(2 * self.random)
 
-def _respond_everywhere(
-    run: Callable[[Tensor], Tensor], shape: torch.Size, example: Tensor, generator: torch.Generator
-) -> _Response:
-    """Every slot carries another basis vector; a random input then has to come out as predicted at every slot."""
-    slots, width = shape[:-1].numel(), shape[-1]
+    @functools.cached_property
+    def everywhere(self) -> list[list[Logits]]:
+        """Every slot carries another basis vector, as many runs as it takes."""
+        blocks = torch.eye(self.width).split(self.slots)
+        padding = [torch.zeros(self.slots - len(block), self.width) for block in blocks]
+        return [self.run(torch.cat(pair)) for pair in zip(blocks, padding, strict=True)]
 
-    def respond(vectors: Tensor) -> Tensor:  # (S, D) -> (S, heads, E)
-        return _by_slot(run(vectors.to(example).view(shape)), slots)
-
-    bias = respond(torch.zeros(slots, width))
-    if not torch.isfinite(bias).all():
-        raise ProbingError("the response to zero vectors is not finite")
-    if (bias - bias[:1]).abs().max() > _TOLERANCE * bias.abs().max():
-        # Added positions, say: the bias differs between tokens, and only differences are compared.
-        pass
-    columns = []
-    identity = torch.eye(width)
-    for start in range(0, width, slots):
-        block = identity[start : start + slots]
-        number = block.shape[0]
-        padded = torch.cat([block, torch.zeros(slots - number, width)])
-        columns.append((respond(padded) - bias)[:number])
-    weight = torch.cat(columns).permute(1, 2, 0)  # (heads, E, D)
-    random = torch.randn(slots, width, generator=generator)
-    for factor in (1.0, 2.0):
-        response = respond(factor * random) - bias
-        predicted = factor * torch.einsum("sd,hed->she", random.to(weight), weight)
-        _check(response, predicted, f"at {slots} tokens")
-    return _Response(weight, bias.mean(0), "all")
-
-
-def _respond_at_first(
-    run: Callable[[Tensor], Tensor], shape: torch.Size, example: Tensor, generator: torch.Generator
-) -> _Response:
-    """The first slot alone carries vectors (others are 0), so that positions and orders of tokens do not matter."""
-    slots, width = shape[:-1].numel(), shape[-1]
-
-    def hidden(vector: Tensor, others: Tensor | None = None) -> Tensor:
-        values = torch.zeros(slots, width) if others is None else others.clone()
+    def _first(self, vector: Tensor, others: Tensor | None = None) -> list[Logits]:
+        values = torch.zeros(self.slots, self.width) if others is None else others.clone()
         values[0] = vector
-        return values.to(example).view(shape)
+        return self.run(values)
 
-    zero = run(hidden(torch.zeros(width)))
-    vector = torch.randn(width, generator=generator)
-    moved = run(hidden(vector)) - zero
-    touched = (moved.abs().amax(-1) > 1e-6 * moved.abs().max()).nonzero(as_tuple=True)
-    if not touched[0].numel():
-        raise ProbingError("the first token reaches no query or key")
-    weight = torch.stack([(run(hidden(unit)) - zero)[touched] for unit in torch.eye(width)], -1)
-    bias = zero[touched]
-    others = torch.randn(slots, width, generator=generator)
-    for factor in (1.0, 2.0):
-        predicted = factor * weight @ vector.to(weight)
-        _check((run(hidden(factor * vector)) - zero)[touched], predicted, "at the first token")
-        mixed = run(hidden(factor * vector, others)) - run(hidden(torch.zeros(width), others))
-        _check(mixed[touched], predicted, "at the first token among others")
-    return _Response(weight, bias, "first")
+    @functools.cached_property
+    def at_first(self) -> list[list[Logits]]:
+        """The first slot alone carries vectors, so that positions and orders of tokens do not matter."""
+        return [self._first(unit) for unit in torch.eye(self.width)]
+
+    @functools.cached_property
+    def checks_at_first(self) -> list[tuple[float, list[Logits], list[Logits]]]:
+        """The first vector of the random input, once and twice, alone and among others; and without it."""
+        nothing = torch.zeros(self.width)
+        return [
+            (factor, self._first(factor * self.random[0], others), self._first(nothing, others))
+            for factor in (1.0, 2.0)
+            for others in (None, self.random)
+        ]
+
+    def respond(self, index: int, side: Side) -> _Response:
+        """
+        Response of one side of one softmax.
+
+        Raises:
+            ProbingError: if it is not linear.
+        """
+        if not torch.isfinite(getattr(self.zero[index], side)).all():
+            raise ProbingError(f"The {side} of {type(self.rerun.module).__name__} is not finite.")
+        try:
+            return self._respond_everywhere(index, side)
+        except ProbingError as error:
+            try:
+                return self._respond_at_first(index, side)
+            except ProbingError as again:
+                raise ProbingError(f"{type(self.rerun.module).__name__}, {side}: {error}; {again}") from None
+
+    def _respond_everywhere(self, index: int, side: Side) -> _Response:
+        def read(logits: list[Logits]) -> Tensor:  # (S, heads, E)
+            return _by_slot(getattr(logits[index], side), self.slots)
+
+        bias = read(self.zero)
+        columns = torch.cat([read(logits) - bias for logits in self.everywhere])[: self.width]
+        weight = columns.permute(1, 2, 0)
+        for factor, logits in ((1.0, self.moved), (2.0, self.doubled)):
+            predicted = factor * torch.einsum("sd,hed->she", self.random.to(weight), weight)
+            _check(read(logits) - bias, predicted, f"at {self.slots} tokens")
+        return _Response(weight, bias.mean(0), "all")
+
+    def _respond_at_first(self, index: int, side: Side) -> _Response:
+        def read(logits: list[Logits]) -> Tensor:
+            return getattr(logits[index], side)
+
+        zero = read(self.zero)
+        moved = read(self.checks_at_first[0][1]) - zero
+        touched = (moved.abs().amax(-1) > 1e-6 * moved.abs().max()).nonzero(as_tuple=True)
+        if not touched[0].numel():
+            raise ProbingError("the first token reaches none of it")
+        weight = torch.stack([(read(logits) - zero)[touched] for logits in self.at_first], -1)
+        for factor, present, absent in self.checks_at_first:
+            predicted = factor * weight @ self.random[0].to(weight)
+            _check((read(present) - read(absent))[touched], predicted, "at the first token")
+            if (read(absent) - zero)[touched].abs().max() > _TOLERANCE * predicted.abs().max():
+                raise ProbingError("other tokens reach the same place")
+        return _Response(weight, zero[touched], "first")
 
 
 def _check(response: Tensor, predicted: Tensor, where: str) -> None:
