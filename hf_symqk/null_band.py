@@ -26,6 +26,8 @@ _SYMMETRY_DRAWS = 2**14
 # chance moves the band's coverage by 0.7 % (1 %).
 _DRAWS = 1024
 _WIDE = 2048
+# Size of the pool that they are chosen from: 32 MiB.
+_POOL_ELEMENTS = 2**23
 # Channels a side that are simulated exactly.
 _OUTLIERS = 8
 _SEED = 20250217
@@ -131,8 +133,11 @@ def directionality_null(
     Row and column norms of W are simulated, not W: given the other factor, a row norm² is a quadratic form in Gaussian
     variables, drawn as a shifted χ² variable with the form's first three cumulants. The channels with the largest
     norms are treated exactly, since rows and columns share their entries. Fixed draws from a generator of its own
-    serve every call. Measured against simulations of whole matrices (profiles from flat to one channel a hundred times
-    above the others, rank 1 to beyond the width), the band holds 92 to 98 % of draws.
+    serve every call. Measured against 1,000 to 2,000 simulations of whole matrices each (profiles from flat to one
+    channel a hundred times above the others and those of a trained encoder, rank 1 to 8 times the width), the band
+    holds 92 to 97 % of draws (89 % at the least, where single channels dominate both sides of a narrow matrix); its
+    edges are within 0.15 of half its width in nearly all cases. Norms measured on a layer carry chance themselves: of
+    freshly drawn layers, 91 to 94 % lie in the band of their own norms at a rank of D/4 and more, 90 % at D/24.
 
     Args:
         query_norms (`torch.Tensor` of shape `(D,)`):
@@ -297,14 +302,26 @@ def _chi_square(normals: Tensor, spread: Tensor) -> Tensor:
 
 @lru_cache(maxsize=2)
 def _normal_draws(draws: int, width: int) -> Tensor:
-    return torch.randn(draws, width, generator=torch.Generator().manual_seed(_SEED))
+    """
+    Sets of standard normal variables `(draws, width)`, spread evenly: of a larger pool, ordered by the excess that a
+    set would have itself, one in every few is kept, and pairs (i, i + draws / 2) lie on a lattice in that order. A
+    plain sample of this size would place the edges of a band less than half as well.
+    """
+    times = max(1, min(8, _POOL_ELEMENTS // (draws * width)))
+    pool = torch.randn(times * draws, width, generator=torch.Generator().manual_seed(_SEED))
+    # The χ of many degrees of freedom is close to normal: as good as any to rank the sets by.
+    excess = torch.cat([_relative_excess(pool[rows] / 16 + 1, gamma=2.0) for rows in row_blocks(pool)])
+    kept = excess.argsort(stable=True)[times // 2 :: times]
+    half = torch.arange(draws // 2)
+    lattice = (half * (5**0.5 - 1) / 2).frac().argsort()
+    return pool[torch.cat([kept[2 * half], kept[2 * lattice + 1]])]
 
 
 @lru_cache(maxsize=16)
 def _outlier_draws(draws: int, rank: int, rows: int, columns: int) -> tuple[Tensor, ...]:
     """
-    Draws of `G Hᵀ / √R`, `G Gᵀ / R` and `H Hᵀ / R` for Gaussian G `(rows, R)` and H `(columns, R)`: variances and means
-    of 1. The second half is the first with the sides exchanged.
+    Draws of `G Hᵀ / √R`, `G Gᵀ / R` and `H Hᵀ / R` for Gaussian G `(rows, R)` and H `(columns, R)`: of variance 1, and
+    with a mean diagonal of 1. The second half is the first with the sides exchanged.
     """
     generator = np.random.default_rng(_SEED)
     half, size = draws // 2, max(rows, columns)
