@@ -101,6 +101,9 @@ def scores(
     if not math.isfinite(gamma):
         raise typer.BadParameter(f"{gamma} is not a finite number.", param_hint="--gamma")
     targets = find_targets(models, revision=revision, revisions=revisions)
+    one = targets.run is None and len(targets.checkpoints) == 1
+    # Bands take as long as the scores, and tables of models and of steps have no room for them.
+    null_band = one or form is Format.JSON
     scored: list[tuple[Target, QKScores]] = []
     for number, target in enumerate(targets.checkpoints, 1):
         try:
@@ -117,12 +120,12 @@ def scores(
                     attention=attention,
                     heads=heads,
                     gamma=gamma,
+                    null_band=null_band,
                 )
             scored.append((target, measured))
         except Exception as error:
             failed(error, about=target.name, debug=debug)
     if scored:
-        one = targets.run is None and len(targets.checkpoints) == 1
         if targets.run is not None:
             report = run_report(scored, heads=heads)
         elif one:

@@ -262,10 +262,18 @@ def test_options_reach_the_scoring(symqk, asked, monkeypatch):
             "revision": "v2",
             "subfolder": "inner",
             "heads": True,
+            "null_band": True,
             "token": "from-environment",
         },
     )
     assert asked[1][1]["token"] is None
+
+
+def test_null_bands_are_computed_where_they_are_shown(symqk, asked):
+    """They take as long as the scores: of one model and in JSON they are there, a row a model would lose them."""
+    for arguments in (["plain"], ["plain", "grouped", "--json"], ["plain", "grouped"]):
+        symqk("scores", *arguments)
+    assert [options["null_band"] for _, options in asked] == [True, True, True, False, False]
 
 
 @pytest.mark.parametrize(
