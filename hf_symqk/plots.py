@@ -297,7 +297,7 @@ def _draw_null(ax: "Axes", layers: list[LayerScores], metric: str, label: str, e
         # Bands of symmetry can be thinner than a line: the edge keeps them visible.
         edges = np.array([(index + side, low, high) for index, low, high in bands for side in (-0.5, 0.5, 0.5)]).T
         edges[1:, 2::3] = np.nan  # each layer's step ends before the next begins
-        ax.fill_between(*edges, color="0.8", alpha=0.8, linewidth=1.5, zorder=1, label=label)
+        ax.fill_between(*edges, color="0.8", alpha=0.7 if edge else 1, linewidth=1.5, zorder=1, label=label)
         if edge:
             index, low, high = np.array(bands).T
             for side in (low, high):
