@@ -327,13 +327,12 @@ def _layer_scores(layer: ScorableLayer, columns: list[list[float]] | None, null_
     measured: dict[str, Any] = dict.fromkeys(METRICS, math.nan)
     if columns is not None:
         if null_band:
-            edges = [row[0] for row in columns]
-            columns = [row[1:] for row in columns]
-            bands = zip(("symmetry_null", "directionality_null"), (edges[:2], edges[2:]), strict=True)
+            edges = [row.pop(0) for row in columns]
+            bands = {"symmetry_null": tuple(edges[:2]), "directionality_null": tuple(edges[2:])}
             # There is no band where there is no score.
-            measured |= {name: tuple(band) for name, band in bands if not any(map(math.isnan, band))}
-        measured = {metric: values[0] for metric, values in zip(METRICS, columns[:-1], strict=True)}
-        measured |= {f"head_{metric}": tuple(values[1:]) for metric, values in zip(METRICS, columns[:-1], strict=True)}
+            measured |= {name: band for name, band in bands.items() if not any(map(math.isnan, band))}
+        for metric, values in zip(METRICS, columns[:-1], strict=True):
+            measured |= {metric: values[0], f"head_{metric}": tuple(values[1:])}
     return LayerScores(
         name=layer.name,
         stack=layer.stack,

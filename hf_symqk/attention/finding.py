@@ -216,9 +216,10 @@ def _kind(name: str, module: nn.Module, layout: QKLayout) -> Literal["self", "cr
     parts = name.split(".")
     numbers = [position for position, part in enumerate(parts) if part.isdigit()]
     below_layer = ".".join(parts[numbers[-1] + 1 :] if numbers else parts[-1:])
-    two_widths = stored_widths(module, layout.query)[1] != stored_widths(module, layout.key)[1]
+    # A width of 0 is unknown: weights of a checkpoint in a form that cannot be read.
+    widths = {stored_widths(module, projection)[1] for projection in (layout.query, layout.key)} - {0}
     flagged = getattr(module, "is_cross_attention", False) is True
-    return "cross" if flagged or two_widths or _CROSS_ATTENTION.search(below_layer) else "self"
+    return "cross" if flagged or len(widths) > 1 or _CROSS_ATTENTION.search(below_layer) else "self"
 
 
 def _place(found: list[AttentionLayer]) -> list[AttentionLayer]:
@@ -281,7 +282,7 @@ def _left_out(modules: list[tuple[str, nn.Module, Any]], found: list[AttentionLa
     # What belongs to a layer that was found, or pools tokens by a learned probe, is no attention between tokens.
     within = [layer.name for layer in found]
     within += [name for name, module, _ in modules if "pool" in type(module).__name__.lower()]
-    lines: dict[str, str] = {}
+    names: dict[str, list[str]] = {}
     for name, module, config in modules:
         if not LOOKS_LIKE_ATTENTION.search(type(module).__name__) or _NO_ATTENTION.search(type(module).__name__):
             continue
@@ -293,5 +294,7 @@ def _left_out(modules: list[tuple[str, nn.Module, Any]], found: list[AttentionLa
         entry = (
             f"{type(module).__name__} (model type {getattr(config, 'model_type', None)!r}) with {', '.join(weights)}"
         )
-        lines.setdefault(entry, f"  {name or '(root)'}: {entry}")
-    return list(lines.values())
+        names.setdefault(entry, []).append(name or "(root)")
+    return [
+        f"  {kin[0]}{f' and {len(kin) - 1} more' if len(kin) > 1 else ''}: {entry}" for entry, kin in names.items()
+    ]

@@ -17,9 +17,9 @@ from ..attention.lora import adapted_weight
 from .unpacking import StoredTensor
 
 
-__all__ = ["Adapter", "AdapterPart", "read_adapter"]
+__all__ = ["PREFIX", "Adapter", "AdapterPart", "read_adapter"]
 
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 _DOWN, _UP, _MAGNITUDE, _WHOLE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector", "weight"
 # Biases are no part of W_qk.
 _HARMLESS = frozenset(("bias", "base_layer.bias", "lora_B.bias"))
@@ -229,7 +229,7 @@ def read_adapter(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor])
         raise ValueError(f"What {settings} of adapter_config.json does to weights is not known here. {_MERGE}")
     modules: dict[str, dict[str, StoredTensor]] = {}
     for key, tensor in tensors.items():
-        path, name = _split(key.removeprefix(_PREFIX))
+        path, name = _split(key.removeprefix(PREFIX))
         modules.setdefault(path, {})[name] = tensor
     return Adapter(config, modules)
 

@@ -3,25 +3,27 @@
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
 from ..attention import AttentionLayer, layouts, survey_modules
+from .adapter import PREFIX, Adapter, read_adapter
 from .forms import Form, form_of
 from .layers import CheckpointLayer, Part, needs_of
 from .reading import Need, Reader
-from .sections import read_config, section_of
+from .sections import Section, read_config, section_of
 from .skeleton import Holder, attention_modules, is_norm, join, module_names, query_key_holders, split_key
 from .sources import open_source
-from .weights import StoredTensor, WeightFiles
+from .weights import StoredTensor, WeightFiles, read_json
 
 
-__all__ = ["CheckpointSurvey", "find_checkpoint_layers", "survey_files"]
+__all__ = ["CheckpointSurvey", "find_checkpoint_layers"]
 
 _CONFIG = "config.json"
+_ADAPTER = "adapter_config.json"
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,19 +64,31 @@ def find_checkpoint_layers(
         [`CheckpointSurvey`]
     """
     source, file = open_source(path_or_repo_id, revision=revision, subfolder=subfolder, token=token)
+    files = WeightFiles(source, file)
+    adapter: WeightFiles | None = None
+    if _ADAPTER in source.files() and files.entry.startswith("adapter_model."):
+        adapter, settings = files, read_json(source, _ADAPTER)
+        base = settings.get("base_model_name_or_path")
+        if not isinstance(base, str) or not base:
+            raise ValueError(
+                f"{source.name}: {_ADAPTER} does not say which model it adapts (base_model_name_or_path)."
+            )
+        source, file = open_source(base, revision=settings.get("revision") or None, token=token)
+        files = WeightFiles(source, file)
     if _CONFIG not in source.files():
         raise ValueError(
             f"{source.name} has no {_CONFIG}, which says how many heads W_q and W_k are split into. Put it beside the "
             "weights, or give the folder that holds both."
         )
     config = read_config(source.fetch(_CONFIG), f"{source.name}: {_CONFIG}")
-    return survey_files(WeightFiles(source, file), config, dtype)
+    return _survey(files, config, adapter, dtype)
 
 
-def survey_files(files: WeightFiles, config: PreTrainedConfig, dtype: torch.dtype | None) -> CheckpointSurvey:
-    """[`find_checkpoint_layers`] once files and config are known."""
-    where = files.source.name
-    reader = Reader(files.source)
+def _survey(
+    files: WeightFiles, config: PreTrainedConfig, adapter: WeightFiles | None, dtype: torch.dtype | None
+) -> CheckpointSurvey:
+    where = files.source.name if adapter is None else f"{adapter.source.name} on {files.source.name}"
+    reader = Reader(where)
     keys = _keys_by_module(module_names(files.files, config), where)
     attention = query_key_holders(set(keys))
     _require_complete(keys, attention, config, files)
@@ -84,6 +98,9 @@ def survey_files(files: WeightFiles, config: PreTrainedConfig, dtype: torch.dtyp
         for inside in attention.values()
         for path in inside
     }
+    if adapter is not None:
+        adapted = _adapter(adapter, config).parts(parts, keys)
+        parts |= {path: replace(parts[path], adapter=part) for path, part in adapted.items()}
     holders: dict[str, Holder | None] = dict.fromkeys(keys)
     holders |= {path: _holder(part, reader) for path, part in parts.items()}
     survey = survey_modules(attention_modules(holders, config), where)
@@ -97,10 +114,20 @@ def _keys_by_module(names: Mapping[str, str], where: str) -> dict[str, dict[str,
     for key, name in names.items():
         path, leaf = split_key(name)
         held = keys.setdefault(path, {})
+        if leaf == "bias":
+            continue  # no part of W_qk, and perhaps in a file of its own
         if leaf in held:
             raise ValueError(f"{where}: {held[leaf]!r} and {key!r} are both {name!r} in the model.")
         held[leaf] = key
     return keys
+
+
+def _adapter(files: WeightFiles, config: PreTrainedConfig) -> Adapter:
+    # Adapters that are older than Transformers' new names have the old ones, as checkpoints do.
+    paths = {key: key.removeprefix(PREFIX) for key in files.files}
+    names = module_names(paths.values(), config)
+    stored = files.describe(files.files)
+    return read_adapter(read_json(files.source, _ADAPTER), {names[path]: stored[key] for key, path in paths.items()})
 
 
 def _part(path: str, stored: Mapping[str, StoredTensor], config: PreTrainedConfig) -> Part:
@@ -123,7 +150,7 @@ def _read(part: Part, form: Form, reader: Reader) -> dict[str, torch.Tensor]:
     if not needs:
         return {}
     read = reader.take(needs)
-    return {name: read[part.stored[name].key] for name in form.needed_for_shape}
+    return {name: read[part.stored[name]] for name in form.needed_for_shape}
 
 
 def _layer(
@@ -139,7 +166,10 @@ def _layer(
         paths += [path for name in names if (path := join(found.name, name)) in parts][:1]
     own = tuple(parts[path] for path in paths)
     problem = next((part.form.problem for part in own if part.form and part.form.problem), None)
-    problem = problem or found.problem or _disagreement(found, own[0], config)
+    section = section_of(config, found.name, {found.input_width("query")})
+    if problem is None and section.problem is not None:
+        problem = f"{found.name!r}: {section.problem}."
+    problem = problem or found.problem or _disagreement(found, own[0], section)
     needs: list[Need] = []
     for part in own if problem is None else ():
         inside = [entry for entry in projections if join(found.name, entry.module) == part.path]
@@ -147,15 +177,14 @@ def _layer(
     return CheckpointLayer(found, own, tuple(needs), reader, dtype, problem)
 
 
-def _disagreement(found: AttentionLayer, query: Part, config: PreTrainedConfig) -> str | None:
+def _disagreement(found: AttentionLayer, query: Part, section: Section) -> str | None:
     """What the config says otherwise than the shapes."""
-    section = section_of(config, found.name, {found.input_width("query")})
     for name, value, ours in (
         ("hidden_size", section.hidden_size, found.input_width("query")),
         ("num_key_value_heads", section.num_key_value_heads, found.heads.num_key_value_heads),
     ):
         if value is not None and value != ours and found.kind == "self" and not section.per_layer:
-            tensor = query.stored[query.needed[0]]
+            tensor = next(iter((*query.needed, *query.added)))
             return (
                 f"{_CONFIG} says {name}={value}, but by their shapes {found.name!r} ({tensor.key} in {tensor.file}) "
                 f"has {ours}."

@@ -3,14 +3,16 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..attention import AttentionLayer, HeadShape, Projection, QKLayout
+from .adapter import AdapterPart
 from .forms import Form
 from .reading import Need, Reader
+from .skeleton import join
 from .weights import StoredTensor
 
 
@@ -26,23 +28,45 @@ class Part:
         path (`str`): Its path in the model.
         stored (`Mapping[str, StoredTensor]`): Its tensors, by their names in it.
         form (`Form` or `None`): How a projection is stored; `None` for a norm, which is one plain vector.
+        adapter (`AdapterPart` or `None`): What an adapter does to it.
     """
 
     path: str
     stored: Mapping[str, StoredTensor]
     form: Form | None
+    adapter: AdapterPart | None = None
 
     @property
-    def needed(self) -> tuple[str, ...]:
-        """Names of the tensors to read."""
-        return ("weight",) if self.form is None else self.form.needed
+    def needed(self) -> list[StoredTensor]:
+        """The module's own tensors that have to be read."""
+        if self.adapter is not None and not self.adapter.needs_base:
+            return []
+        return [self.stored[name] for name in (("weight",) if self.form is None else self.form.needed)]
 
-    def weight(self, read: Mapping[str, Tensor]) -> Tensor:
-        """The weight as a live module would have it, from its tensors by key."""
-        values = {name: read[self.stored[name].key] for name in self.needed}
-        weight = values["weight"] if self.form is None else self.form.dense(values)
-        # Nothing can be computed in 8 bits, and 16 hold their values exactly.
-        return weight.to(torch.bfloat16) if weight.dtype.itemsize == 1 else weight
+    @property
+    def added(self) -> list[StoredTensor]:
+        """The adapter's tensors that have to be read."""
+        return list(self._of_adapter().values())
+
+    def _of_adapter(self) -> dict[str, StoredTensor]:
+        # The adapter was made of tensors of this class, of which it knows key, type and shape alone.
+        return {} if self.adapter is None else cast(dict[str, StoredTensor], dict(self.adapter.tensors))
+
+    def weight(self, read: Mapping[StoredTensor, Tensor], transposed: bool) -> Tensor:
+        """The weight as a live module would have it, `(D, O)` if transposed, from what was read."""
+        weight: Tensor | None = None
+        if self.needed:
+            values = {name: read[tensor] for name, tensor in self.stored.items() if tensor in read}
+            weight = values["weight"] if self.form is None else self.form.dense(values)
+            if self.form is not None and self.form.out_in and transposed:
+                weight = weight.mT
+            # Nothing can be computed in 8 bits, and 16 hold their values exactly.
+            weight = weight.to(torch.bfloat16) if weight.dtype.itemsize == 1 else weight
+        if self.adapter is not None:
+            values = {name: read[tensor] for name, tensor in self._of_adapter().items()}
+            weight = self.adapter.weight(values, weight, transposed=transposed)
+        assert weight is not None, "a part that needs nothing of its own has an adapter"
+        return weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +138,7 @@ class CheckpointLayer:
         empty = {module: module.weight for module in modules}
         try:
             for module, part in modules.items():
-                weight = part.weight(read)
+                weight = part.weight(read, self._is_transposed(part))
                 module.weight = nn.Parameter(weight.to(self.dtype or weight.dtype), requires_grad=False)
             del read
             with self.found.query_key_weights() as weights:
@@ -122,6 +146,10 @@ class CheckpointLayer:
         finally:
             for module, weight in empty.items():
                 module.weight = weight
+
+    def _is_transposed(self, part: Part) -> bool:
+        projections = (self.layout.query, self.layout.key)
+        return any(entry.transposed for entry in projections if join(self.name, entry.module) == part.path)
 
     def _module(self, part: Part) -> nn.Module:
         return self.found.module.get_submodule(part.path.removeprefix(self.name).removeprefix("."))
@@ -139,11 +167,10 @@ def needs_of(part: Part, projections: list[Projection], heads: HeadShape) -> lis
     Returns:
         `list[Need]`: The rows of queries and keys alone, where rows can be read alone.
     """
-    tensors = [part.stored[name] for name in part.needed]
-    by_rows = part.form is not None and part.form.rows and not any(entry.transposed for entry in projections)
-    if not by_rows or not projections:
-        return [Need(tensor) for tensor in tensors]
-    return [Need(tensor, _row_spans(tensor, projections, heads)) for tensor in tensors]
+    by_rows = part.form is not None and part.form.rows and part.adapter is None
+    if not by_rows or not projections or any(entry.transposed for entry in projections):
+        return [Need(tensor) for tensor in (*part.needed, *part.added)]
+    return [Need(tensor, _row_spans(tensor, projections, heads)) for tensor in part.needed]
 
 
 def _row_spans(tensor: StoredTensor, projections: list[Projection], heads: HeadShape) -> tuple[tuple[int, int], ...]:

@@ -66,7 +66,7 @@ class _Batch:
 
     needs: Sequence[Need]
     futures: list[Future] = field(default_factory=list)
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    tensors: dict[StoredTensor, Tensor] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -83,14 +83,14 @@ class _Batch:
 
 class Reader:
     """
-    Reads tensors of one source.
+    Reads tensors from files.
 
     Args:
-        source (`Source`): Where the files are.
+        name (`str`): How the progress bar calls what is read.
     """
 
-    def __init__(self, source: Source):
-        self.source = source
+    def __init__(self, name: str):
+        self.name = name
         self._batches: list[_Batch] = []
         self._pool: ThreadPoolExecutor | None = None
         self._bar: Any = None
@@ -109,7 +109,7 @@ class Reader:
         total = sum(batch.nbytes for batch in self._batches)
         with (
             ThreadPoolExecutor(_AT_ONCE) as self._pool,
-            tqdm(total=total, unit="B", unit_scale=True, desc=self.source.name, disable=None, delay=0.5) as self._bar,
+            tqdm(total=total, unit="B", unit_scale=True, desc=self.name, disable=None, delay=0.5) as self._bar,
         ):
             try:
                 yield
@@ -117,15 +117,15 @@ class Reader:
                 self._pool.shutdown(wait=True, cancel_futures=True)
                 self._batches, self._pool, self._bar = [], None, None
 
-    def take(self, needs: Sequence[Need]) -> dict[str, Tensor]:
+    def take(self, needs: Sequence[Need]) -> dict[StoredTensor, Tensor]:
         """
-        Tensors by key. Bytes that were not asked for are not initialised.
+        Tensors with their values. Bytes that were not asked for are not initialised.
 
         Args:
             needs (`Sequence[Need]`): One of the batches that were planned, or anything else, which is read at once.
 
         Returns:
-            `dict[str, torch.Tensor]`
+            `dict[StoredTensor, torch.Tensor]`
 
         Raises:
             OSError: if something cannot be read.
@@ -150,36 +150,36 @@ class Reader:
     def _start(self, batch: _Batch) -> None:
         if batch.tensors or self._pool is None:
             return
-        targets: dict[str, list[_Target]] = {}
+        targets: dict[tuple[Source, str], list[_Target]] = {}
         for need in batch.needs:
             stored = need.tensor
             if stored.tensor is not None:
-                batch.tensors[stored.key] = stored.tensor
+                batch.tensors[stored] = stored.tensor
                 continue
             tensor = torch.empty(stored.shape, dtype=stored.dtype)
-            batch.tensors[stored.key] = tensor
-            targets.setdefault(stored.file, []).extend(
+            batch.tensors[stored] = tensor
+            targets.setdefault((stored.source, stored.file), []).extend(
                 _Target(start, end, tensor, stored.start) for start, end in need.absolute()
             )
-        for file, parts in targets.items():
+        for (source, file), parts in targets.items():
             for piece in _pieces(sorted(parts, key=lambda part: part.start)):
-                batch.futures.append(self._pool.submit(self._read, file, *piece))
+                batch.futures.append(self._pool.submit(self._read, source, file, *piece))
 
-    def _read(self, file: str, start: int, end: int, targets: list[_Target]) -> None:
+    def _read(self, source: Source, file: str, start: int, end: int, targets: list[_Target]) -> None:
         views = [
             (max(target.start, start), target.view(max(target.start, start), min(target.end, end)))
             for target in targets
         ]
         try:
             if len(views) == 1 and len(views[0][1]) == end - start:
-                self.source.read(file, start, views[0][1])
+                source.read(file, start, views[0][1])
             else:
                 scratch = memoryview(bytearray(end - start))
-                self.source.read(file, start, scratch)
+                source.read(file, start, scratch)
                 for first, view in views:
                     view[:] = scratch[first - start : first - start + len(view)]
         except (OSError, ValueError, EOFError) as error:
-            raise OSError(f"{self.source.name}: bytes {start} to {end} of {file} cannot be read: {error}") from error
+            raise OSError(f"{source.name}: bytes {start} to {end} of {file} cannot be read: {error}") from error
         bar = self._bar
         if bar is not None:
             with self._lock:

@@ -18,10 +18,14 @@ from .sources import Source
 
 __all__ = ["StoredTensor", "WeightFiles", "read_json"]
 
-# In the order in which Transformers looks for them.
-_SINGLE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
-_INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_ORDER = (_SINGLE[0], _INDICES[0], _SINGLE[1], _INDICES[1], *_SINGLE[2:])
+# In the order in which Transformers looks for them; where there is an adapter, it is what the folder is about.
+_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+_WHOLE = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 _PICKLES = (".bin", ".pt", ".pth")
 # What else may lie there, by the end of its name.
 _OTHER_FORMATS = {
@@ -36,20 +40,21 @@ _OTHER_FORMATS = {
 _HEADERS_AT_ONCE = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StoredTensor:
     """
     A tensor in a file.
 
     Attributes:
         key (`str`): Its name there.
-        file (`str`): Name of the file.
+        source (`Source`), file (`str`): Where the file is, and its name there.
         dtype (`torch.dtype`), shape (`tuple[int, ...]`): Of the tensor as it is stored.
         start (`int`): Position of its first byte in the file, where it lies there row by row.
         tensor (`torch.Tensor` or `None`): The tensor, mapped into memory, where the file has no such place.
     """
 
     key: str
+    source: Source
     file: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -109,7 +114,7 @@ class WeightFiles:
         self.files = self._weight_map()
 
     def _choose(self) -> str:
-        found = next((name for name in _ORDER if name in self._files), None)
+        found = next((name for name in (*_ADAPTERS, *_WHOLE) if name in self._files), None)
         if found is not None:
             return found
         others = [name for name in self._files if name.endswith(".safetensors") and "/" not in name]
@@ -127,7 +132,7 @@ class WeightFiles:
         there = ", ".join(self._files[:8]) or "no file at all"
         instead = f"its weights are {' and '.join(sorted(formats))}, which is not read here" if formats else there
         raise ValueError(
-            f"{self.source.name} holds none of {', '.join(_ORDER[:4])}: {instead}. Score the model that it was made "
+            f"{self.source.name} holds none of {', '.join(_WHOLE)}: {instead}. Score the model that it was made "
             "from, or load it and use `score_model`."
         )
 
@@ -202,14 +207,16 @@ class WeightFiles:
             if file not in self._pickles:
                 self._pickles[file] = _open_pickle(self.source.fetch(file), f"{self.source.name}: {file}")
             return {
-                key: StoredTensor(key, file, tensor.dtype, tuple(tensor.shape), tensor=tensor)
+                key: StoredTensor(key, self.source, file, tensor.dtype, tuple(tensor.shape), tensor=tensor)
                 for key, tensor in self._pickles[file].items()
             }
         if file not in self._headers:
             self._headers[file] = read_header(self.source, file)
         return {
             # What PyTorch has no type for stays bytes; forms that hold such are refused by their other tensors.
-            key: StoredTensor(key, file, DTYPES[slot.dtype].torch_dtype or torch.uint8, slot.shape, slot.start)
+            key: StoredTensor(
+                key, self.source, file, DTYPES[slot.dtype].torch_dtype or torch.uint8, slot.shape, slot.start
+            )
             for key, slot in self._headers[file].slots.items()
         }
 
