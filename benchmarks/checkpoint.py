@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def ours(folder: Path, config: Config) -> Callable[[], Scores]:
     return score
 
 
-def load_and_multiply(folder: Path, config: Config) -> Callable[[], Scores]:
+def load_and_multiply(folder: Path, config: Config, **options: Any) -> Callable[[], Scores]:
     from bilinear import dense_scores
     from transformers import AutoModel
     from transformers.utils import logging
@@ -110,7 +111,7 @@ def load_and_multiply(folder: Path, config: Config) -> Callable[[], Scores]:
     logging.disable_progress_bar()
 
     def score() -> Scores:
-        model = AutoModel.from_pretrained(folder)
+        model = AutoModel.from_pretrained(folder, **options)
         results: Scores = []
         for layer in model.layers:
             w_q, w_k = (split_heads(getattr(layer.self_attn, name).weight, config) for name in ("q_proj", "k_proj"))
@@ -167,8 +168,15 @@ def read_only(folder: Path, config: Config) -> Callable[[], int]:
     return read
 
 
-OURS, DENSE, FACTORED, READ = "score_checkpoint", "from_pretrained + dense heads", "FactoredMatrix", "reading alone"
-VARIANTS: dict[str, Variant] = {OURS: ours, DENSE: load_and_multiply, FACTORED: factored_matrices, READ: read_only}
+OURS, DENSE, DENSE_FP32 = "score_checkpoint", "from_pretrained + dense heads", "the same with dtype=float32"
+FACTORED, READ = "FactoredMatrix", "reading alone"
+VARIANTS: dict[str, Variant] = {
+    OURS: ours,
+    DENSE: load_and_multiply,
+    DENSE_FP32: partial(load_and_multiply, dtype=torch.float32),
+    FACTORED: factored_matrices,
+    READ: read_only,
+}
 
 
 # --- processes ----------------------------------------------------------------------------------------------------
@@ -249,7 +257,7 @@ def compare(folder: Path, arguments: argparse.Namespace) -> list[Result]:
     measured, rate = measure(folder, arguments)
     mine = measured[OURS]
     rows: list[Result] = []
-    for other in (name for name in (DENSE, FACTORED) if name in measured):
+    for other in (name for name in (DENSE, DENSE_FP32, FACTORED) if name in measured):
         _check(mine["result"], measured[other]["result"], other)
         for what, part, write, goal, met in (
             ("time", "seconds", ms, "≥ 10x faster", lambda ratio: ratio >= 10),
