@@ -40,7 +40,7 @@ class Logits(NamedTuple):
 
 
 @contextmanager
-def catch_logits(model: nn.Module, *, norms: bool = True) -> Iterator[list[Logits]]:
+def catch_logits(model: nn.Module, *, norms: bool = True, inputs: tuple[Tensor, ...] = ()) -> Iterator[list[Logits]]:
     """
     Catches queries and keys of every softmax that runs inside the context.
 
@@ -50,6 +50,9 @@ def catch_logits(model: nn.Module, *, norms: bool = True) -> Iterator[list[Logit
             back afterwards; it sees no mask.
         norms (`bool`, *optional*, defaults to `True`):
             Whether norms act. `False` leaves their learned gain alone, which is linear.
+        inputs (`tuple[torch.Tensor, ...]`, *optional*):
+            Tensors that norms leave as they are if `norms=False`: what is normalised before it is projected is the
+            input of W_q and W_k, whether the norm stands inside the attention module or before it.
 
     Yields:
         `list[Logits]`: In the order in which they run.
@@ -61,7 +64,7 @@ def catch_logits(model: nn.Module, *, norms: bool = True) -> Iterator[list[Logit
             stack.callback(module.register_forward_pre_hook(catcher.enter).remove)
             stack.callback(module.register_forward_hook(catcher.leave).remove)
             if not norms and module is not model and _is_norm(module):
-                stack.enter_context(_gain_alone(module))
+                stack.enter_context(_gain_alone(module, inputs))
         fastpath = torch.backends.mha.get_fastpath_enabled()
         stack.callback(torch.backends.mha.set_fastpath_enabled, fastpath)
         torch.backends.mha.set_fastpath_enabled(False)
@@ -222,11 +225,13 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _gain_alone(norm: nn.Module) -> Iterator[None]:
+def _gain_alone(norm: nn.Module, inputs: tuple[Tensor, ...]) -> Iterator[None]:
     """Replaces a norm by its learned gain: what is left when its input already has mean 0 and length 1 per channel."""
     forward = norm.forward
 
     def gain(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if any(hidden is tensor for tensor in inputs):
+            return hidden
         if isinstance(norm, nn.GroupNorm):
             return hidden if norm.weight is None else hidden * norm.weight.view(-1, *[1] * (hidden.ndim - 2))
         signs = torch.ones_like(hidden)

@@ -1,5 +1,6 @@
 """
 The one table of query-key layouts: in which projections of an attention module W_q and W_k live, and in which rows.
+The entries that come with the package are in `builtin_layouts.py`.
 
 Shape legend: `D` width of the input, `H` query heads, `G` key/value heads (`H % G == 0`), `E` head width, `O` output
 rows of a projection. A weight is read as `(O, D)`, one row per output channel, a bias as `(O,)`.
@@ -12,7 +13,16 @@ from typing import Literal, NamedTuple, Protocol
 from torch import Tensor
 
 
-__all__ = ["HeadRows", "HeadShape", "Projection", "QKLayout", "layouts", "register_qk_layout", "unregister_qk_layout"]
+__all__ = [
+    "GatedRows",
+    "HeadRows",
+    "HeadShape",
+    "Projection",
+    "QKLayout",
+    "layouts",
+    "register_qk_layout",
+    "unregister_qk_layout",
+]
 
 Part = Literal["query", "key", "value"]
 
@@ -82,6 +92,17 @@ class HeadRows:
         start = sum(heads.count(part) for part in self.order[:position]) * heads.head_dim
         number = heads.count(self.part)
         return rows.narrow(0, start, number * heads.head_dim).unflatten(0, (number, heads.head_dim))
+
+
+@dataclass(frozen=True)
+class GatedRows:
+    """Rows of a query projection that holds, head by head, a query and a gate of its width (`[q0 g0 q1 g1 …]`)."""
+
+    def count(self, heads: HeadShape) -> int:
+        return 2 * heads.num_attention_heads * heads.head_dim
+
+    def select(self, rows: Tensor, heads: HeadShape) -> Tensor:
+        return rows.unflatten(0, (heads.num_attention_heads, 2, heads.head_dim))[:, 0]
 
 
 @dataclass(frozen=True)
@@ -197,45 +218,5 @@ def layouts() -> list[QKLayout]:
     return list(reversed(_LAYOUTS.values()))
 
 
-# Separate projections are split the same way by every model that uses these names. The modules' own head counts and
-# shapes are checked against each other, so that a model which packs more into one of them is refused, not misread.
-for _query, _key, _value in (
-    ("q_proj", "k_proj", "v_proj"),
-    ("query", "key", "value"),
-    ("q", "k", "v"),
-    ("q_lin", "k_lin", "v_lin"),
-):
-    register_qk_layout(
-        name=f"{_query}/{_key}",
-        query=Projection(_query, HeadRows("query")),
-        key=Projection(_key, HeadRows("key")),
-        value=Projection(_value, HeadRows("value")),
-        query_norms=("q_norm", "q_layernorm"),
-        key_norms=("k_norm", "k_layernorm"),
-    )
-
-
-def _fused(
-    module: str, order: tuple[Part, ...], *, interleaved: bool = False, transposed: bool = False
-) -> list[Projection]:
-    return [Projection(module, HeadRows(part, order, interleaved), transposed) for part in order]
-
-
-# Fused projections: the same module name stands for different orders of rows, so the model types are listed.
-for _name, _module, _storage, _types in (
-    ("Wqkv", "Wqkv", {}, ["modernbert"]),
-    ("qkv_proj", "qkv_proj", {}, ["phi3"]),
-    ("query_key_value (interleaved)", "query_key_value", {"interleaved": True}, ["bloom", "gpt_neox"]),
-    ("c_attn (Conv1D)", "c_attn", {"transposed": True}, ["gpt2"]),
-):
-    _q, _k, _v = _fused(_module, ("query", "key", "value"), **_storage)
-    register_qk_layout(name=_name, query=_q, key=_k, value=_v, model_types=_types)
-
-_k, _v = _fused("c_attn", ("key", "value"), transposed=True)
-register_qk_layout(
-    name="q_attn + c_attn (Conv1D, cross-attention)",
-    query=Projection("q_attn", HeadRows("query"), transposed=True),
-    key=_k,
-    value=_v,
-    model_types=["gpt2"],
-)
+# At the end, since it registers its entries with the functions above.
+from . import builtin_layouts  # noqa: E402, F401

@@ -169,10 +169,11 @@ class _Rerun:
 
     def __call__(self, stream: list[str], hidden: Tensor) -> list[Logits]:
         values = {**self.neutral, **dict.fromkeys(stream, hidden)}
-        values = {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}
-        if len(stream) > 1:
-            shared = values[stream[0]]
-            values |= dict.fromkeys(stream, shared)
+        # Copies, since a module may write into its arguments; one for all names of a stream.
+        values = {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
+        for names in self.streams:
+            values |= dict.fromkeys(names, values[names[0]])
+        inputs = tuple(values[names[0]] for names in self.streams)
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         positional = True
@@ -185,7 +186,7 @@ class _Rerun:
                 args.append(values.pop(name))
             else:
                 kwargs[name] = values.pop(name)
-        with torch.no_grad(), catch_logits(self.module, norms=False) as caught:
+        with torch.no_grad(), catch_logits(self.module, norms=False, inputs=inputs) as caught:
             self.module(*args, **kwargs, **values)
         return caught
 

@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from hf_symqk.attention import HeadRows, HeadShape, Projection, layouts, register_qk_layout, unregister_qk_layout
+from hf_symqk.attention import (
+    HeadRows,
+    HeadShape,
+    Projection,
+    RowSelector,
+    layouts,
+    register_qk_layout,
+    unregister_qk_layout,
+)
+from hf_symqk.attention.layouts import GatedRows
 
 
 HEADS = HeadShape(num_attention_heads=4, num_key_value_heads=2, head_dim=3)
@@ -21,9 +30,10 @@ EVEN = HeadShape(num_attention_heads=4, num_key_value_heads=4, head_dim=3)
         (HeadRows("key", ("key", "value")), HEADS, 12, [0, 3]),
         (HeadRows("query", ("query", "key", "value"), interleaved=True), EVEN, 36, [0, 9, 18, 27]),
         (HeadRows("key", ("query", "key", "value"), interleaved=True), EVEN, 36, [3, 12, 21, 30]),
+        (GatedRows(), HEADS, 24, [0, 6, 12, 18]),
     ],
 )
-def test_rows(rows: HeadRows, heads: HeadShape, total: int, first_rows: list[int]):
+def test_rows(rows: RowSelector, heads: HeadShape, total: int, first_rows: list[int]):
     """Each arrangement takes the rows that its docstring draws, as a view, of weights and biases alike."""
     weight = torch.arange(total * 2.0).view(total, 2)
     bias = torch.arange(float(total))
@@ -38,6 +48,12 @@ def test_part_must_be_in_order():
     """A selector that can never select is refused."""
     with pytest.raises(ValueError, match=r"`part` 'query' is not in `order` \('key', 'value'\)"):
         HeadRows("query", ("key", "value"))
+
+
+def test_fused_layouts_name_their_models():
+    """Rows of a fused projection stand in many orders: an entry without model types would misread somebody's model."""
+    for layout in layouts():
+        assert layout.query.module != layout.key.module or layout.model_types, layout.name
 
 
 def test_later_registrations_are_tried_first():

@@ -1,0 +1,265 @@
+"""The table against the forward pass: W_q and W_k of every head, by value."""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_symqk.attention import AttentionLayer, survey_attention
+from hf_symqk.attention.catching import catch_logits
+from hf_symqk.attention.probing import Call, ProbedAttention, ProbingError, capture_calls, probe_attention
+
+from .building import inputs_of
+
+
+__all__ = ["Verdict", "compare_layer", "compare_model"]
+
+_TOLERANCE = 2e-4  # relative to the largest weight; norms with eps 1e-5 alone make 1e-5
+
+Outcome = Literal["proven", "product", "wrong", "unproven"]
+
+
+class Verdict(NamedTuple):
+    """
+    What the forward pass says about one layer of the table.
+
+    Attributes:
+        outcome (`str`): `"proven"`: W_q and W_k of every head are those of the forward up to one factor each.
+            `"product"`: only every W_q^h W_k^h is (channels are permuted alike in both). `"wrong"`: neither.
+            `"unproven"`: the forward could not be probed.
+        factors (`tuple[float, float]` or `None`): By what the forward multiplies W_q and W_k of the table.
+        note (`str`): Route, or what went wrong.
+    """
+
+    outcome: Outcome
+    factors: tuple[float, float] | None
+    note: str
+
+
+def _factor(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
+    """The one factor c of `theirs = c · ours`, and what is left, relative to the largest value."""
+    factor = float((ours * theirs).sum() / (ours * ours).sum())
+    return factor, float((theirs - factor * ours).abs().max() / theirs.abs().max())
+
+
+def compare_layer(layer: AttentionLayer, probed: list[ProbedAttention]) -> Verdict:
+    """
+    Holds a layer of the table to what the forward pass was seen to do.
+
+    Args:
+        layer ([`AttentionLayer`]): The layer.
+        probed (`list[ProbedAttention]`): Every softmax of its module; each has to agree.
+
+    Returns:
+        [`Verdict`]: The worst of them.
+    """
+    with layer.query_key_weights() as (w_q, w_k):
+        w_q, w_k = w_q.float(), w_k.float()
+        verdicts = [_compare(w_q, w_k, one) for one in probed]
+    order = ("wrong", "product", "proven")
+    return min(verdicts, key=lambda verdict: order.index(verdict.outcome))
+
+
+def _compare(w_q: Tensor, w_k: Tensor, probed: ProbedAttention) -> Verdict:
+    route = f"{probed.route}, {probed.slots} slots, {probed.kind}"
+    if len(w_q) % len(w_k) or probed.query.shape[0] != w_q.shape[0] or probed.key.shape[0] not in (len(w_k), len(w_q)):
+        ours, theirs = (f"{len(one)}/{len(two)}" for one, two in ((w_q, w_k), (probed.query, probed.key)))
+        return Verdict("wrong", None, f"{ours} heads in the table, {theirs} in the forward; {route}")
+    w_k = w_k.repeat_interleave(probed.key.shape[0] // len(w_k), 0)
+    if w_q.shape == probed.query.shape and w_k.shape == probed.key.shape:
+        (scale_q, error_q), (scale_k, error_k) = _factor(w_q, probed.query), _factor(w_k, probed.key)
+        if error_q < _TOLERANCE and error_k < _TOLERANCE and scale_q > 0 and scale_k > 0:
+            return Verdict("proven", (scale_q, scale_k), route)
+        note = f"off by {error_q:.2g} in q, {error_k:.2g} in k; {route}"
+    else:
+        shapes = [tuple(one.shape) for one in (w_q, w_k, probed.query, probed.key)]
+        note = "shapes {}, {} against {}, {}; {}".format(*shapes, route)
+    if w_q.shape[-1] == probed.query.shape[-1] and w_k.shape[-1] == probed.key.shape[-1]:
+        heads = len(w_q)
+        ours = torch.einsum("hed,hef->hdf", w_q, w_k.repeat_interleave(heads // len(w_k), 0))
+        theirs = torch.einsum("hed,hef->hdf", probed.query, probed.key.repeat_interleave(heads // len(probed.key), 0))
+        factor, error = _factor(ours, theirs)
+        if error < _TOLERANCE and factor > 0:
+            return Verdict("product", (factor, 1.0), route)
+        note = f"product off by {error:.2g}; {note}"
+    return Verdict("wrong", None, note)
+
+
+class Comparison(NamedTuple):
+    """
+    A model: its layers and their verdicts, and softmaxes that ran outside of them, by class: those between tokens, and
+    those whose queries or keys are not projected from tokens (learned queries, channels).
+    """
+
+    layers: list[AttentionLayer]
+    verdicts: dict[str, Verdict]
+    unknown: dict[str, str]
+    other: dict[str, str]
+    left_out: list[str]
+    errors: list[str]
+
+
+def compare_model(model: PreTrainedModel) -> Comparison:
+    """
+    Holds every layer that the table finds in a model to the model's own forward pass.
+
+    Args:
+        model (`PreTrainedModel`): A small model in eval mode.
+
+    Returns:
+        [`Comparison`]
+    """
+    errors: list[str] = []
+    try:
+        survey = survey_attention(model)
+        layers, left_out = survey.layers, survey.left_out
+    except ValueError as error:
+        layers, left_out = [], str(error).splitlines()[1:-1]
+    calls, met = _run(model, errors)
+    verdicts: dict[str, Verdict] = {}
+    for layer in layers:
+        # Where the model's forward broke off before this layer, one of the same class was called the same way.
+        alike = (calls[n] for n, m in model.named_modules() if type(m) is type(layer.module) and n in calls)
+        call = calls.get(layer.name) or next(alike, None)
+        verdicts[layer.name] = _verdict(layer, call)
+    known = {layer.name for layer in layers}
+    unknown: dict[str, str] = {}
+    other: dict[str, str] = {}
+    modules = dict(model.named_modules())
+    for name in met:
+        if any(f"{name}.".startswith(f"{k}.") or f"{k}.".startswith(f"{name}.") for k in known):
+            continue
+        owner = name
+        while owner and not any(parameter.ndim > 1 for parameter in modules[owner].parameters()):
+            owner = owner.rpartition(".")[0]
+        if any(f"{owner}.".startswith(f"{k}.") for k in known):
+            continue
+        kind = type(modules[owner]).__name__
+        children = ", ".join(child for child, _ in modules[owner].named_children())
+        try:
+            probed = probe_attention(modules[owner], calls[owner])[0]
+            heads, width = probed.query.shape[:2]
+            found = f"H {heads} G {probed.num_key_value_heads} E {width} {probed.kind} {probed.route}"
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"[:200]
+        kinds = other if "No softmax" in found else unknown
+        kinds.setdefault(f"{kind} ({children})", f"{owner}: {found}")
+    return Comparison(layers, verdicts, unknown, other, left_out, errors)
+
+
+def _verdict(layer: AttentionLayer, call: Call | None) -> Verdict:
+    if layer.problem:
+        return Verdict("unproven", None, f"problem: {layer.problem}")
+    try:
+        width = layer.input_width("query")
+    except Exception as error:
+        return Verdict("unproven", None, f"{type(error).__name__}: {error}"[:300])
+    notes = [] if call is not None else ["not reached"]
+    for attempt in [*([call] if call is not None else []), *_direct_calls(layer, width)]:
+        for known_width in (width, None):
+            try:
+                verdict = compare_layer(layer, probe_attention(layer.module, attempt, width=known_width))
+                return verdict if attempt is call else verdict._replace(note=verdict.note + ", alone")
+            except ProbingError as error:
+                notes.append(f"{error}"[:300])
+                break
+            except Exception as error:
+                notes.append(f"{type(error).__name__}: {error}"[:300])
+                if width in (None, known_width):
+                    break
+    return Verdict("unproven", None, "; ".join(notes[:2]))
+
+
+def _run(model: PreTrainedModel, errors: list[str]) -> tuple[dict[str, Call], list[str]]:
+    """Calls of all modules: of the model's forward, then of the models inside it that it did not reach."""
+    names = {module: name for name, module in model.named_modules()}
+    calls: dict[str, Call] = {}
+    met: list[str] = []
+    towers = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    for tower in towers:
+        prefix = names[tower]
+        if tower is not model and (prefix in calls or any(c.startswith(prefix + ".") for c in calls)):
+            continue
+        for inputs in _tries(tower):
+            try:
+                with (
+                    torch.no_grad(),
+                    capture_calls({n: m for m, n in names.items()}) as seen,
+                    catch_logits(tower) as caught,
+                ):
+                    tower(**inputs)
+            except Exception as error:
+                errors.append(f"{type(tower).__name__}: {type(error).__name__}: {error}"[:200])
+                reached = False
+            else:
+                reached = True
+            # What ran before an error is as good.
+            for name, call in seen.items():
+                calls.setdefault(name, call)
+            met += [names[logits.module] for logits in caught if logits.module in names]
+            if reached:
+                break
+    return calls, list(dict.fromkeys(met))
+
+
+def _tries(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
+    inputs = inputs_of(model)
+    if inputs:
+        yield inputs
+    if len(inputs) > 1:
+        for name in inputs:
+            yield {name: inputs[name]}
+
+
+def _direct_calls(layer: AttentionLayer, width: int) -> Iterator[Call]:
+    """Arguments for an attention module alone, where the model around it cannot be run."""
+    module = layer.module
+    parameters = inspect.signature(module.forward).parameters
+    generator = torch.Generator().manual_seed(2)
+    tokens = 4
+    dims = dict.fromkeys((layer.heads.head_dim, _rotary_width(module), layer.heads.head_dim // 2))
+    for shape in ((2, tokens, width), (tokens, width), (1, 4, 4, width)):
+        hidden = torch.randn(shape, generator=generator)
+        for dim in (None, *(d for d in dims if d)):
+            for lead in ((1, tokens), (tokens,), (1, 1, tokens)):
+                if dim is None and lead != (1, tokens):
+                    continue
+                kwargs: dict[str, Any] = {}
+                for name, parameter in parameters.items():
+                    if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+                        continue
+                    needed = parameter.default is inspect.Parameter.empty
+                    if name in ("position_embeddings", "rotary_pos_emb", "rotary_emb"):
+                        if dim is not None:
+                            kwargs[name] = (torch.ones(*lead, dim), torch.zeros(*lead, dim))
+                        elif needed:
+                            kwargs[name] = None
+                    elif name == "freqs_cis" and dim is not None:
+                        kwargs[name] = torch.ones(*lead, dim // 2, dtype=torch.complex64)
+                    elif name == "cu_seqlens":
+                        kwargs[name] = torch.tensor([0, tokens], dtype=torch.int32)
+                    elif name == "position_ids":
+                        kwargs[name] = torch.zeros(hidden.shape[:-1], dtype=torch.long)
+                    elif name in ("key_value_states", "encoder_hidden_states") and layer.kind == "cross":
+                        other = torch.randn(2, 5, layer.input_width("key"), generator=generator)
+                        kwargs[name] = other
+                    elif needed and ("mask" in name or "bias" in name or "past" in name or "cache" in name):
+                        kwargs[name] = None
+                    elif needed and name in ("batch_size", "seq_len", "height", "width"):
+                        kwargs[name] = 2
+                    elif needed and name in ("alibi",):
+                        kwargs[name] = torch.zeros(2 * layer.heads.num_attention_heads, 1, tokens)
+                    elif needed:
+                        kwargs[name] = hidden
+                yield Call((), kwargs)
+
+
+def _rotary_width(module: nn.Module) -> int | None:
+    for name in ("qk_rope_head_dim", "rotary_dim", "rotary_ndims", "rope_head_dim"):
+        value = getattr(module, name, None) or getattr(getattr(module, "config", None), name, None)
+        if isinstance(value, int):
+            return value
+    return None
