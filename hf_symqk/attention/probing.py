@@ -26,7 +26,7 @@ from .catching import Logits, catch_logits
 __all__ = ["Call", "ProbedAttention", "ProbingError", "capture_calls", "probe_attention", "probe_model"]
 
 # Arguments that carry no token's hidden state; they keep their values while the hidden states are replaced.
-_NO_STREAM = re.compile(r"mask|pos|rotary|rope|freqs|cos|sin|bias|timestep|reference|shape|index|^r$|relative")
+_NO_STREAM = re.compile(r"mask|pos|rotary|rope|freqs|cos|sin|bias|timestep|reference|shape|index|^r$|^rel")
 _POSITIONS = re.compile(r"position|rotary|freqs|rope|pos_emb|cos|sin")
 _CACHE = re.compile(r"past_key|cache|layer_past|past_bucket")
 _TOLERANCE = 1e-4  # of the largest response; fp32 sums over D terms leave about 1e-6

@@ -61,6 +61,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "big_bird": {"attention_type": "original_full"},
     "bigbird_pegasus": {"attention_type": "original_full"},
     "wavtokenizer": {"codebook_dim": 64},
+    **{
+        name: {
+            "use_timm_backbone": False,
+            "use_pretrained_backbone": False,
+            "backbone": None,
+            "backbone_config": {"model_type": "resnet", "depths": [1, 1, 1, 1], "out_features": ["stage4"]},
+        }
+        for name in ("detr", "conditional_detr", "dab-detr", "table-transformer")
+    },
 }
 
 
@@ -188,7 +197,7 @@ def build(model_type: str, level: int = 0, seed: int = 0) -> PreTrainedModel:
     if not classes:
         raise RuntimeError("no model class")
     errors = []
-    for model_class in classes[:2]:
+    for model_class in classes[:6]:
         try:
             if level < 2:
                 raise LookupError("small enough")

@@ -223,7 +223,7 @@ def _direct_calls(layer: AttentionLayer, width: int) -> Iterator[Call]:
     dims = dict.fromkeys((layer.heads.head_dim, _rotary_width(module), layer.heads.head_dim // 2))
     for shape in ((2, tokens, width), (tokens, width), (1, 4, 4, width)):
         hidden = torch.randn(shape, generator=generator)
-        for dim in (None, *(d for d in dims if d)):
+        for dim in (*(d for d in dims if d), None):
             for lead in ((1, tokens), (tokens,), (1, 1, tokens)):
                 if dim is None and lead != (1, tokens):
                     continue
@@ -232,7 +232,9 @@ def _direct_calls(layer: AttentionLayer, width: int) -> Iterator[Call]:
                     if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
                         continue
                     needed = parameter.default is inspect.Parameter.empty
-                    if name in ("position_embeddings", "rotary_pos_emb", "rotary_emb"):
+                    if "position_embeddings" in name and dim is None and shape[0] == 2:
+                        kwargs[name] = torch.randn(1, 2 * tokens - 1, width, generator=generator)  # relative
+                    elif name in ("position_embeddings", "rotary_pos_emb", "rotary_emb"):
                         if dim is not None:
                             kwargs[name] = (torch.ones(*lead, dim), torch.zeros(*lead, dim))
                         elif needed:

@@ -44,7 +44,7 @@ def examine(model_type: str) -> Iterator[dict[str, Any]]:
         yield best | {"build_errors": errors}
         if best["status"] in ("all", "wrong"):
             break
-        if best["status"] in ("all but unknown", "unknown", "nothing") and level == 1:
+        if level == 1 and best["status"] != "not built":
             break
 
 
