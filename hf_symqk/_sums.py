@@ -83,11 +83,18 @@ def _excess(norms: Tensor, gamma: float) -> Tensor:
 
 def chunk_sums(left: Tensor, right: Tensor, dtype: torch.dtype, with_rows: bool) -> Sums:
     dims, columns, rank = left.shape[-2], right.shape[-2], left.shape[-1]
+    left, right = (_converted(factor, dtype) for factor in (left, right))
     # 10·D·R² operations against 2·D²·R and the passes over the tiles, which cost about as much as 100 more channels of
     # R. Tiles come in mirrored pairs, so they serve square matrices only.
     if dims == columns and 10 * dims * rank**2 > 2 * dims**2 * (rank + 100):
         return Sums.cat([_tile_sums(a, b, dtype) for a, b in zip(left, right, strict=True)])
     return _gram_sums(left, right, dtype, with_rows)
+
+
+def _converted(factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The factor in another dtype if that copy fits the scratch; else it is converted piece by piece where it is used."""
+    once = factor[:1] if factor.stride(0) == 0 else factor
+    return once.to(dtype).expand_as(factor) if once.numel() <= scratch(factor) else factor
 
 
 def careful_sums(left: Tensor, right: Tensor, with_rows: bool) -> Sums:

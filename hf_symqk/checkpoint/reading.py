@@ -73,6 +73,10 @@ class _Batch:
         return sum(last - first for need in self.needs for first, last in need.absolute())
 
     @property
+    def is_local(self) -> bool:
+        return all(need.tensor.source.local_path(need.tensor.file) is not None for need in self.needs)
+
+    @property
     def slack(self) -> int:
         """How much larger the tensors would be in fp32."""
         floating = [need for need in self.needs if need.tensor.dtype.is_floating_point]
@@ -139,7 +143,7 @@ class Reader:
         budget = max(_AHEAD, batch.slack)
         for following in self._batches[position + 1 :]:
             budget -= following.nbytes
-            if budget < 0:
+            if budget < 0 or following.is_local:  # a disk is fast enough, and its cache is no memory of ours
                 break
             self._start(following)
         for future in batch.futures:
