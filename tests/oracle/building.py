@@ -61,6 +61,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "big_bird": {"attention_type": "original_full"},
     "bigbird_pegasus": {"attention_type": "original_full"},
     "wavtokenizer": {"codebook_dim": 64},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     **{
         name: {
             "use_timm_backbone": False,

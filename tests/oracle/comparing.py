@@ -255,7 +255,9 @@ def _direct_calls(layer: AttentionLayer, width: int) -> Iterator[Call]:
                     elif needed and name in ("alibi",):
                         kwargs[name] = torch.zeros(2 * layer.heads.num_attention_heads, 1, tokens)
                     elif needed:
-                        kwargs[name] = hidden
+                        # One tensor is one stream; other arguments are other streams.
+                        same = layer.kind == "self" and name in ("query", "key", "value")
+                        kwargs[name] = hidden if same else hidden.clone()
                 yield Call((), kwargs)
 
 
