@@ -92,7 +92,7 @@ def chunk_sums(left: Tensor, right: Tensor, dtype: torch.dtype, with_rows: bool)
 
 
 def _converted(factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The factor in another dtype if that copy fits the scratch; else it is converted piece by piece where it is used."""
+    """The factor in another dtype if that copy fits the scratch; else it is converted in pieces where it is used."""
     once = factor[:1] if factor.stride(0) == 0 else factor
     return once.to(dtype).expand_as(factor) if once.numel() <= scratch(factor) else factor
 
