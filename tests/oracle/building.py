@@ -28,7 +28,10 @@ _FIELDS: list[tuple[str, int]] = [
         r"(swa_)?num_key_value_heads|num_kv_heads|n_head_kv|kv_n_heads|(de|en)coder_num_key_value_heads|num_query_groups",
         2,
     ),
-    (r"hidden_size|d_model|n_embd|embed_dim|n_embed|embed_size|text_hidden_size|vision_hidden_size", 64),
+    (
+        r"hidden_size|d_model|n_embd|embed_dim|n_embed|embed_size|text_hidden_size|vision_hidden_size|out_hidden_size",
+        64,
+    ),
     (
         r"(.*_)?intermediate_size|(.*_)?ffn_dim|d_ff|n_inner|mlp_dim|ffn_hidden_size|expert_ffn_hidden_size|dff|dim_ff",
         48,
@@ -50,6 +53,8 @@ _FIELDS: list[tuple[str, int]] = [
 ]
 _COUNTS_OF_LAYERS = re.compile(r"depths|stage_num_blocks|blocks_per_stage|encoder_depths|decoder_depths|block_sizes")
 _VOCABULARY = 1000
+# Fields that some configs leave open and their models cannot do without.
+_UNSET = {"head_dim": 32, "vocab_size": 100, "attention_head_dim": 16}
 _LARGEST = 150_000_000  # parameters
 
 # What no rule gets right, by model type; it holds wherever a config of that type stands in another one.
@@ -61,6 +66,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "big_bird": {"attention_type": "original_full"},
     "bigbird_pegasus": {"attention_type": "original_full"},
     "wavtokenizer": {"codebook_dim": 64},
+    "nemotron": {"num_key_value_heads": 2},
+    "esm": {"pad_token_id": 1, "mask_token_id": 32},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     **{
         name: {
@@ -110,12 +117,29 @@ def _small_fields(config: PreTrainedConfig, level: int) -> dict[str, Any]:
     if any(isinstance(vars(config).get(name), list | tuple) for name in ("num_heads", "num_attention_heads")):
         fields.pop("embed_dim", None)  # widths a stage that fit its heads
         fields.pop("hidden_size", None)
-    if isinstance(vars(config).get("layer_types"), list | tuple):
-        kinds = list(dict.fromkeys(config.layer_types))
-        fields["layer_types"] = kinds if len(kinds) > 1 else kinds * 2
-        for name in ("num_hidden_layers", "num_layers"):
-            if name in vars(config):
-                fields[name] = len(fields["layer_types"])
+    for name, small in _UNSET.items():
+        if name in vars(config) and vars(config)[name] is None:
+            fields[name] = min(small, 16) if level and "head" in name else small
+    counted = next(
+        (n for n in ("num_hidden_layers", "num_layers", "n_layer") if isinstance(vars(config).get(n), int)), ""
+    )
+    if counted:
+        # Lists with an entry a layer keep those of the layers that are kept: one of each kind.
+        depth = vars(config)[counted]
+        lists = {
+            n: v for n, v in vars(config).items() if isinstance(v, list | tuple) and len(v) == depth and depth > 2
+        }
+        kinds = list(zip(*(lists[n] for n in sorted(lists) if n.endswith("types")), strict=True)) or [()]
+        kept = sorted({kinds.index(kind) for kind in kinds} | {0})
+        kept = kept if len(kept) > 1 else [kept[0], min(kept[0] + 1, depth - 1)]
+        if lists and level < 3:
+            fields |= {n: [v[number] for number in kept] for n, v in lists.items()}
+            fields[counted] = len(kept)
+        own = vars(config).get("per_layer_config")
+        if isinstance(own, dict) and level < 3:
+            fields["per_layer_config"] = {new: own[old] for new, old in enumerate(kept) if old in own}
+    if vars(config).get("_out_features") and counted in fields:
+        fields |= {"out_features": [f"stage{fields[counted]}"], "out_indices": None}
     if isinstance(getattr(config, "image_size", None), int) and isinstance(getattr(config, "patch_size", None), int):
         fields["image_size"] = min(config.image_size, 4 * config.patch_size)
     elif isinstance(getattr(config, "image_size", None), int) and level < 2:
@@ -127,10 +151,6 @@ def _small_fields(config: PreTrainedConfig, level: int) -> dict[str, Any]:
                     fields[name] = _VOCABULARY
                 elif name.endswith(("_id", "_index", "_token")):
                     fields[name] = _VOCABULARY - 1 - number
-    # Lists with an entry a layer are dropped to their class's default only where the class makes them from counts.
-    for name, value in vars(config).items():
-        if isinstance(value, list | tuple) and name.endswith("_per_layer") and "num_hidden_layers" in fields:
-            fields[name] = list(value[: fields["num_hidden_layers"]])
     rotation = vars(config).get("rope_parameters")
     if isinstance(rotation, dict) and "mrope_section" in rotation and ("head_dim" in fields or level < 2):
         half = int((fields.get("head_dim") or 16) * rotation.get("partial_rotary_factor", 1.0)) // 2
@@ -170,7 +190,7 @@ def _model_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]:
     package = type(config).__module__.rpartition(".")[0]
     own = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
     found = [value for value in vars(own).values() if isinstance(value, type) and issubclass(value, PreTrainedModel)]
-    found = [value for value in found if value.__module__.startswith(package)]
+    found = [value for value in found if value.__module__.startswith(package) and "PreTrained" not in value.__name__]
     # Those that hold the most stand last in a file.
     yield from (value for value in reversed(found) if getattr(value, "config_class", None) is type(config))
 
