@@ -23,6 +23,9 @@ for _query, _key, _value in (
     ("query_proj", "key_proj", "value_proj"),  # DeBERTa-v2, SEW-D, ProphetNet
     ("linear_q", "linear_k", "linear_v"),  # conformers
     ("Wq", "Wk", "Wv"),  # CTRL
+    ("to_q", "to_k", "to_v"),  # the diffusion transformer of Qwen2.5-Omni
+    ("project_q", "project_k", "project_v"),  # CPM-Ant
+    ("q_head", "k_head", "v_head"),  # Funnel
 ):
     register_qk_layout(
         name=f"{_query}/{_key}",
@@ -53,15 +56,49 @@ def _fused(
 # Fused projections: the same module name stands for different orders of rows, so the model types are listed.
 for _name, _module, _storage, _types in (
     ("Wqkv", "Wqkv", {}, ["modernbert", "mpt"]),
-    ("qkv_proj", "qkv_proj", {}, ["phi3"]),
+    ("qkv_proj", "qkv_proj", {}, ["phi3", "phi4_multimodal"]),
     ("att_proj", "att_proj", {}, ["semantic", "coarse_acoustics", "fine_acoustics"]),
     (
         "qkv",
         "qkv",
         {},
-        ["blip_2_vision_model", "blip_vision_model", "cohere_compass_vision", "qwen2_vl_vision", "qwen3_vl_vision"],
+        [
+            "blip_2_vision_model",
+            "blip_vision_model",
+            "cohere_compass_vision",
+            "exaone4_5_vision",
+            "glm4v_moe_vision",
+            "glm4v_vision",
+            "glm5_next_vision",
+            "glm_image_vision",
+            "glm_ocr_vision",
+            "got_ocr2_vision",
+            "instructblip_vision_model",
+            "instructblipvideo_vision_model",
+            "mgp-str",
+            "pp_formulanet_vision",
+            "qwen2_5_vl_vision",
+            "qwen2_vl_vision",
+            "qwen3_5_moe_vision",
+            "qwen3_5_vision",
+            "qwen3_omni_moe_vision_encoder",
+            "qwen3_vl_moe_vision",
+            "qwen3_vl_vision",
+            "qwen4_exp_vision",
+            "sam_hq_vision_model",
+            "sam_vision_model",
+            "seggpt",
+            "slanext_vision",
+            "timesformer",
+            "vitdet",
+        ],
     ),
-    ("query_key_value (interleaved)", "query_key_value", {"interleaved": True}, ["bloom", "gpt_neox", "persimmon"]),
+    (
+        "query_key_value (interleaved)",
+        "query_key_value",
+        {"interleaved": True},
+        ["bloom", "gpt_neox", "gpt_neox_japanese", "persimmon"],
+    ),
     ("in_proj (interleaved)", "in_proj", {"interleaved": True}, ["deberta"]),
     (
         "c_attn (Conv1D)",
