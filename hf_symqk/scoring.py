@@ -316,7 +316,11 @@ def _to_host(queued: list[Tensor]) -> Any:
         return iter(())
     widths = [values.shape[1] for values in queued]
     together = torch.cat([values.to(queued[0].device) for values in queued], dim=1).cpu()
-    return (part.tolist() for part in together.split(widths, dim=1))
+    # One and the same NaN, so that equal scores compare equal.
+    return (
+        [[math.nan if math.isnan(value) else value for value in row] for row in part.tolist()]
+        for part in together.split(widths, dim=1)
+    )
 
 
 def _is_doubtful(relative_error: float) -> bool:

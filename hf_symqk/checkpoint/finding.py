@@ -104,7 +104,8 @@ def _survey(
     holders: dict[str, Holder | None] = dict.fromkeys(keys)
     holders |= {path: _holder(part, reader) for path, part in parts.items()}
     survey = survey_modules(attention_modules(holders, config), where)
-    layers = [_layer(layer, parts, config, reader, dtype) for layer in survey.layers]
+    widths = {layer.input_width("query") for layer in survey.layers}
+    layers = [_layer(layer, parts, config, widths, reader, dtype) for layer in survey.layers]
     return CheckpointSurvey(layers, survey.left_out, config, where, files.num_parameters, reader)
 
 
@@ -157,6 +158,7 @@ def _layer(
     found: AttentionLayer,
     parts: Mapping[str, Part],
     config: PreTrainedConfig,
+    widths: set[int],
     reader: Reader,
     dtype: torch.dtype | None,
 ) -> CheckpointLayer:
@@ -169,7 +171,7 @@ def _layer(
     section = section_of(config, found.name, {found.input_width("query")})
     if problem is None and section.problem is not None:
         problem = f"{found.name!r}: {section.problem}."
-    problem = problem or found.problem or _disagreement(found, own[0], section)
+    problem = problem or found.problem or _disagreement(found, own[0], section, widths)
     needs: list[Need] = []
     for part in own if problem is None else ():
         inside = [entry for entry in projections if join(found.name, entry.module) == part.path]
@@ -177,18 +179,27 @@ def _layer(
     return CheckpointLayer(found, own, tuple(needs), reader, dtype, problem)
 
 
-def _disagreement(found: AttentionLayer, query: Part, section: Section) -> str | None:
+def _disagreement(found: AttentionLayer, query: Part, section: Section, widths: set[int]) -> str | None:
     """What the config says otherwise than the shapes."""
-    for name, value, ours in (
-        ("hidden_size", section.hidden_size, found.input_width("query")),
-        ("num_key_value_heads", section.num_key_value_heads, found.heads.num_key_value_heads),
-    ):
-        if value is not None and value != ours and found.kind == "self" and not section.per_layer:
-            tensor = next(iter((*query.needed, *query.added)))
-            return (
-                f"{_CONFIG} says {name}={value}, but by their shapes {found.name!r} ({tensor.key} in {tensor.file}) "
-                f"has {ours}."
-            )
+    if found.kind != "self" or section.per_layer:
+        return None
+    heads, said = found.heads, section.hidden_sizes
+    tensor = next(iter((*query.needed, *query.added)))
+    place = f"{found.name!r} ({tensor.key} in {tensor.file})"
+    if said and not widths & set(said):
+        return f"{_CONFIG} says hidden_size={said[0]}, but by its shape {place} has {found.input_width('query')}."
+    groups = section.num_key_value_heads
+    if groups is not None and groups != heads.num_key_value_heads:
+        return (
+            f"{_CONFIG} says num_key_value_heads={groups}, but by its shape {place} has {heads.num_key_value_heads}."
+        )
+    rows = heads.num_attention_heads * heads.head_dim
+    if section.head_dim is None and said and found.input_width("query") in said and rows not in said:
+        # Heads that do not fill the width are said to be so, or else counted in a way that is not known here.
+        return (
+            f"{_CONFIG} says {heads.num_attention_heads} heads and hidden_size={said[0]} but no head_dim, and {place} "
+            f"has {rows} rows of queries: how many heads they are cannot be told."
+        )
     return None
 
 
@@ -224,16 +235,19 @@ def _require_complete(
         container, number = _first_number(path)
         if number is not None:
             numbers.setdefault(container, set()).add(number)
-    for container in {_first_number(path)[0] for path in attention}:
-        there_numbers = numbers.get(container, set())
-        expected_number = section_of(config, container).num_hidden_layers
-        count = max(there_numbers, default=-1) + 1
-        gaps = sorted(set(range(max(count, expected_number or 0))) - there_numbers)
-        if there_numbers and gaps:
+    containers = {container for path in attention if (container := _first_number(path)[0]) in numbers}
+    said = {container: section_of(config, container).num_hidden_layers or 0 for container in containers}
+    counts = {container: max(numbers[container]) + 1 for container in containers}
+    for container in sorted(containers):
+        # A smaller stack beside one that is as long as the config says is not meant by it.
+        full = max(count for other, count in counts.items() if said[other] == said[container])
+        expected_number = max(counts[container], said[container] if full < said[container] else 0)
+        gaps = sorted(set(range(expected_number)) - numbers[container])
+        if gaps:
             raise ValueError(
                 f"{where} has no tensor of layer {gaps[0]} in {container!r}"
-                + (f", though {_CONFIG} says {expected_number} layers" if (expected_number or 0) > gaps[0] else "")
-                + f" (layers there: {len(there_numbers)}). Download the checkpoint again."
+                + (f", though {_CONFIG} says {said[container]} layers" if said[container] > gaps[0] else "")
+                + f" (layers there: {len(numbers[container])}). Download the checkpoint again."
             )
 
 

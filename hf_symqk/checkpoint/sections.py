@@ -38,7 +38,7 @@ class Section:
     num_attention_heads: int | None
     num_key_value_heads: int | None
     head_dim: int | None
-    hidden_size: int | None
+    hidden_sizes: tuple[int, ...]
     num_hidden_layers: int | None
     per_layer: bool = False
     problem: str | None = None
@@ -60,11 +60,12 @@ def read_config(path: Path, name: str) -> PreTrainedConfig:
         ValueError: if the file is no JSON object, or the config class refuses its values.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(values := json.loads(path.read_text(encoding="utf-8")), dict):
+            raise ValueError(f"{name} does not hold a JSON object but a {type(values).__name__}.")
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{name} is not a JSON file ({error}).") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{name} does not hold a JSON object but a {type(values).__name__}.")
+    # Read again by Transformers, which writes numbers that JSON does not have in a way of its own.
+    values, _ = PreTrainedConfig.get_config_dict(str(path))
     values.pop("qk_init", None)  # says how weights were drawn, not what they are
     try:
         return _as_config(values)
@@ -109,10 +110,12 @@ def section_of(config: PreTrainedConfig, path: str, widths: Container[int] | Non
     """
     parts = path.split(".")
     for part in parts:
-        config = next((sub for name, sub in sub_configs(config).items() if speaks_for(name, part)), config)
+        named = [sub for name, sub in sub_configs(config).items() if speaks_for(name, part)]
+        # Part of the whole may be called after what it attends to, and be described by the whole's config.
+        config = next((sub for sub in named if any(_first(part, _HEADS) for part in _with_parts(sub))), config)
     if _first(config, _HEADS) is None:
         # Nothing in the path names a part, as in a language model saved out of a larger model.
-        candidates = [sub for sub in _descendants(config) if _first(sub, _HEADS) is not None]
+        candidates = [sub for sub in _with_parts(config) if _first(sub, _HEADS) is not None]
         fitting = [sub for sub in candidates if widths is None or _fits(_first(sub, _WIDTH), widths)]
         sections = {_section(sub, parts) for sub in fitting}
         if len({(section.num_attention_heads, section.num_key_value_heads) for section in sections}) > 1:
@@ -136,10 +139,11 @@ def _section(config: PreTrainedConfig, parts: list[str]) -> Section:
     if _first(config, own[0], number) is not None:
         names[1:3] = own[1:3]  # what is said of key heads without naming a side is then said of the other one
     per_layer = any(isinstance(getattr(config, name, None), list | tuple) for name in (*names[0], *names[1]))
-    heads, groups, head_dim, width, layers = (_first(config, entry, number) for entry in names)
+    heads, groups, head_dim, layers = (_first(config, entry, number) for entry in (*names[:3], names[4]))
+    widths = {width for name in names[3] if (width := _first(config, (name,), number))}
     if hasattr(config, "num_hidden_groups"):
         layers = None  # layers that share weights (ALBERT) are fewer in the file
-    return Section(getattr(config, "model_type", None), heads, groups, head_dim, width, layers, per_layer)
+    return Section(getattr(config, "model_type", None), heads, groups, head_dim, tuple(widths), layers, per_layer)
 
 
 def _first(config: PreTrainedConfig, names: tuple[str, ...], number: int = 0) -> int | None:
@@ -152,10 +156,10 @@ def _first(config: PreTrainedConfig, names: tuple[str, ...], number: int = 0) ->
     return None
 
 
-def _descendants(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+def _with_parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    yield config
     for sub in sub_configs(config).values():
-        yield sub
-        yield from _descendants(sub)
+        yield from _with_parts(sub)
 
 
 def speaks_for(name: str, part: str) -> bool:
