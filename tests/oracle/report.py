@@ -151,6 +151,25 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
     return {record["type"]: record for record in map(json.loads, path.read_text().splitlines())}
 
 
+def markdown(records: dict[str, dict[str, Any]]) -> str:
+    """Counts, and each type that is not proven throughout with the reason."""
+    counts = Counter(record["status"] for record in records.values())
+    lines = [f"{len(records)} model types", "", "| status | types |", "|---|---|"]
+    lines += [f"| {status} | {number} |" for status, number in counts.most_common()]
+    lines += ["", "| type | status | layers | why |", "|---|---|---|---|"]
+    for name, record in sorted(records.items()):
+        if record["status"] == "all":
+            continue
+        layers = ", ".join(f"{number} {outcome}" for outcome, number in record.get("outcomes", {}).items())
+        open_layers = [layer for layer in record.get("layers", ()) if layer["outcome"] in ("wrong", "unproven")]
+        reasons = dict.fromkeys(f"{layer['class']}: {layer['note']}" for layer in open_layers)
+        reasons |= dict.fromkeys(f"{kind}: {found}" for kind, found in record.get("unknown", {}).items())
+        reasons |= dict.fromkeys([*record.get("errors", ()), record.get("error", ""), record.get("stopped", "")])
+        why = "; ".join(reason for reason in reasons if reason)[:300].replace("|", "/").replace("\n", " ")
+        lines.append(f"| {name} | {record['status']} | {layers} | {why} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
@@ -158,11 +177,14 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="also types that the output has already")
     parser.add_argument("--part", default="1/1", help="i/n: every n-th type")
     parser.add_argument("--seconds", type=float, default=90)
+    parser.add_argument("--markdown", type=Path, help="where to write a summary of the whole output")
     arguments = parser.parse_args()
     done = {} if arguments.again else read(arguments.output)
     number, parts = map(int, arguments.part.split("/"))
     types = (arguments.types or model_types())[number - 1 :: parts]
     run([t for t in types if t not in done], arguments.output, arguments.seconds)
+    if arguments.markdown is not None:
+        arguments.markdown.write_text(markdown(read(arguments.output)))
 
 
 if __name__ == "__main__":
