@@ -66,8 +66,8 @@ def compare_layer(layer: AttentionLayer, probed: list[ProbedAttention]) -> Verdi
 def _compare(w_q: Tensor, w_k: Tensor, probed: ProbedAttention) -> Verdict:
     route = f"{probed.route}, {probed.slots} slots, {probed.kind}"
     if len(w_q) % len(w_k) or probed.query.shape[0] != w_q.shape[0] or probed.key.shape[0] not in (len(w_k), len(w_q)):
-        ours, theirs = (f"{len(one)}/{len(two)}" for one, two in ((w_q, w_k), (probed.query, probed.key)))
-        return Verdict("wrong", None, f"{ours} heads in the table, {theirs} in the forward; {route}")
+        here, there = (f"{len(one)}/{len(two)}" for one, two in ((w_q, w_k), (probed.query, probed.key)))
+        return Verdict("wrong", None, f"{here} heads in the table, {there} in the forward; {route}")
     w_k = w_k.repeat_interleave(probed.key.shape[0] // len(w_k), 0)
     if w_q.shape == probed.query.shape and w_k.shape == probed.key.shape:
         (scale_q, error_q), (scale_k, error_k) = _factor(w_q, probed.query), _factor(w_k, probed.key)

@@ -5,6 +5,7 @@ release of Transformers that moves W_q or W_k is noticed, and no type is read wr
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ SCHEMES = {
 
 
 @pytest.mark.parametrize("model_type", SCHEMES)
-def test_one_type_a_scheme(model_type: str):
+def test_one_type_a_scheme(model_type: str) -> None:
     """W_q and W_k of every head of every layer are those of the forward, by value, with the scale that it folds in."""
     model = build(model_type)
     shake(model)
@@ -52,12 +53,12 @@ def test_one_type_a_scheme(model_type: str):
         assert verdict.factors == pytest.approx(expected, rel=1e-4), (layer.name, verdict)
 
 
-def test_a_wrong_table_is_noticed(monkeypatch: pytest.MonkeyPatch):
+def test_a_wrong_table_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle's own test: heads in another order, and keys of another scale a head, are no match."""
     model = build("bert")
     shake(model)
     layers = compare_model(model).layers
-    module = layers[0].module
+    module: Any = layers[0].module
     with torch.no_grad():
         rows = module.query.weight.unflatten(0, (layers[0].heads.num_attention_heads, -1))
         swapped = rows.flip(0).flatten(0, 1).clone()
@@ -78,7 +79,7 @@ PARTS = 24
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
-def test_no_type_is_read_wrongly(part: int, tmp_path: Path):
+def test_no_type_is_read_wrongly(part: int, tmp_path: Path) -> None:
     """Of all model types: what can be built and probed agrees with the table."""
     output = tmp_path / "oracle.jsonl"
     run(model_types()[part::PARTS], output, seconds=120)
