@@ -1,7 +1,11 @@
 """Where W_q and W_k live: the table of layouts, finding them in a model, whole tensors from sharded ones."""
 
 from .finding import (
+    CROSS_ATTENTION,
+    HEAD_DIM,
     LOOKS_LIKE_ATTENTION,
+    NUM_HEADS,
+    NUM_KEY_VALUE_HEADS,
     AttentionSurvey,
     describe_left_out,
     find_attention_layers,
@@ -27,7 +31,11 @@ from .tensors import full_shape, linear_shape, storage_name, whole_linears, whol
 
 __all__ = [
     "ATTENTION_KINDS",
+    "CROSS_ATTENTION",
+    "HEAD_DIM",
     "LOOKS_LIKE_ATTENTION",
+    "NUM_HEADS",
+    "NUM_KEY_VALUE_HEADS",
     "AttentionKind",
     "AttentionLayer",
     "AttentionSurvey",

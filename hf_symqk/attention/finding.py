@@ -16,7 +16,11 @@ from .tensors import linear_shape, refuse_fsdp1
 
 
 __all__ = [
+    "CROSS_ATTENTION",
+    "HEAD_DIM",
     "LOOKS_LIKE_ATTENTION",
+    "NUM_HEADS",
+    "NUM_KEY_VALUE_HEADS",
     "AttentionSurvey",
     "describe_left_out",
     "find_attention_layers",
@@ -28,11 +32,11 @@ __all__ = [
 logger = logging.get_logger(__name__)
 
 # Attribute names under which modules and configs of Transformers keep their head counts.
-_NUM_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
-_NUM_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads")
-_HEAD_DIM = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "d_kv")
+NUM_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
+NUM_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads")
+HEAD_DIM = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "d_kv")
 # Names, below the layer's number, of attention whose queries and keys come from different streams.
-_CROSS_ATTENTION = re.compile(r"cross|encoder_attn|encdec|x_attn|visual_attention|image_pooling", re.IGNORECASE)
+CROSS_ATTENTION = re.compile(r"cross|encoder_attn|encdec|x_attn|visual_attention|image_pooling", re.IGNORECASE)
 LOOKS_LIKE_ATTENTION = re.compile(r"attention|attn|deltanet", re.IGNORECASE)
 # Parts of attention that are named after it and project neither queries nor keys.
 _NO_ATTENTION = re.compile(r"(Output|MLP|Mlp|Layer|Block)$")
@@ -182,16 +186,16 @@ def _head_shape(name: str, module: nn.Module, layout: QKLayout, config: Any) -> 
     rows = [(projection, stored_widths(module, projection)[0]) for projection in (layout.query, layout.key)]
     (_, query_rows), (_, key_rows) = rows
     separate = layout.query.module != layout.key.module
-    num_heads = _attribute(_NUM_HEADS, module) or _attribute(_NUM_HEADS, config)
-    head_dim = _attribute(_HEAD_DIM, module) or _attribute(_HEAD_DIM, config)
+    num_heads = _attribute(NUM_HEADS, module) or _attribute(NUM_HEADS, config)
+    head_dim = _attribute(HEAD_DIM, module) or _attribute(HEAD_DIM, config)
     if num_heads is None and head_dim is not None and separate:
         num_heads = query_rows // head_dim
     if num_heads is None:
         raise ValueError(
             f"{name!r} ({type(module).__name__}): neither the module nor its config says how many heads it has "
-            f"(looked for {', '.join(_NUM_HEADS)} and {', '.join(_HEAD_DIM)}). {_WAY_OUT}"
+            f"(looked for {', '.join(NUM_HEADS)} and {', '.join(HEAD_DIM)}). {_WAY_OUT}"
         )
-    groups = _attribute(_NUM_KEY_VALUE_HEADS, module) or _attribute(_NUM_KEY_VALUE_HEADS, config) or num_heads
+    groups = _attribute(NUM_KEY_VALUE_HEADS, module) or _attribute(NUM_KEY_VALUE_HEADS, config) or num_heads
     if head_dim is None:
         head_dim = query_rows // layout.query.rows.count(HeadShape(num_heads, groups, 1))
     candidates = [HeadShape(num_heads, groups, head_dim)]
@@ -219,7 +223,7 @@ def _kind(name: str, module: nn.Module, layout: QKLayout) -> Literal["self", "cr
     # A width of 0 is unknown: weights of a checkpoint in a form that cannot be read.
     widths = {stored_widths(module, projection)[1] for projection in (layout.query, layout.key)} - {0}
     flagged = getattr(module, "is_cross_attention", False) is True
-    return "cross" if flagged or len(widths) > 1 or _CROSS_ATTENTION.search(below_layer) else "self"
+    return "cross" if flagged or len(widths) > 1 or CROSS_ATTENTION.search(below_layer) else "self"
 
 
 def _place(found: list[AttentionLayer]) -> list[AttentionLayer]:

@@ -1,21 +1,24 @@
 """From the names in a checkpoint's files to its attention layers."""
 
 import os
-import re
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ..attention import AttentionLayer, layouts, survey_modules
+from ..attention import AttentionLayer, survey_modules
 from .adapter import PREFIX, Adapter, read_adapter
+from .completeness import beyond_the_model, require_complete
 from .forms import Form, form_of
 from .layers import CheckpointLayer, Part, needs_of
+from .names import Place, places, split_key
 from .reading import Need, Reader
 from .sections import Section, read_config, section_of
-from .skeleton import Holder, attention_modules, is_norm, join, module_names, query_key_holders, split_key
+from .skeleton import Holder, attention_modules, is_norm, join, query_key_holders
 from .sources import open_source
 from .weights import StoredTensor, WeightFiles, read_json
 
@@ -66,7 +69,12 @@ def find_checkpoint_layers(
     source, file = open_source(path_or_repo_id, revision=revision, subfolder=subfolder, token=token)
     files = WeightFiles(source, file)
     adapter: WeightFiles | None = None
-    if _ADAPTER in source.files() and files.entry.startswith("adapter_model."):
+    if _ADAPTER in source.files() and file is None and not files.is_adapter:
+        raise ValueError(
+            f"{source.name} has {_ADAPTER} but no adapter_model.safetensors or .bin. Give the path of {files.entry} "
+            "to score it without the adapter."
+        )
+    if files.is_adapter:
         adapter, settings = files, read_json(source, _ADAPTER)
         base = settings.get("base_model_name_or_path")
         if not isinstance(base, str) or not base:
@@ -75,6 +83,10 @@ def find_checkpoint_layers(
             )
         source, file = open_source(base, revision=settings.get("revision") or None, token=token)
         files = WeightFiles(source, file)
+        if files.is_adapter:
+            raise ValueError(
+                f"{adapter.source.name} adapts {base}, which is an adapter itself; merge them (`merge_and_unload`)."
+            )
     if _CONFIG not in source.files():
         raise ValueError(
             f"{source.name} has no {_CONFIG}, which says how many heads W_q and W_k are split into. Put it beside the "
@@ -89,14 +101,23 @@ def _survey(
 ) -> CheckpointSurvey:
     where = files.source.name if adapter is None else f"{adapter.source.name} on {files.source.name}"
     reader = Reader(where)
-    keys = _keys_by_module(module_names(files.files, config), where)
+    keys = _keys_by_module(places(files.files, config), where)
+    beyond = beyond_the_model(keys, config)
+    keys = {
+        path: held
+        for path, held in keys.items()
+        if path not in {other for paths in beyond.values() for other in paths}
+    }
     attention = query_key_holders(set(keys))
-    _require_complete(keys, attention, config, files)
-    stored = files.describe(key for inside in attention.values() for path in inside for key in keys[path].values())
+    try:
+        require_complete(keys, attention, config)
+    except ValueError as error:
+        raise ValueError(f"{where}: {files.entry} has {error}") from error
+    inside = {path for paths in attention.values() for path in paths}
+    stored = files.describe(key for path in inside for key, _ in keys[path].values())
     parts = {
-        path: _part(path, {leaf: stored[key] for leaf, key in keys[path].items()}, config)
-        for inside in attention.values()
-        for path in inside
+        path: _part(path, {leaf: stored[key].rows(*rows) for leaf, (key, rows) in keys[path].items()}, config)
+        for path in sorted(inside)
     }
     if adapter is not None:
         adapted = _adapter(adapter, config).parts(parts, keys)
@@ -106,29 +127,50 @@ def _survey(
     survey = survey_modules(attention_modules(holders, config), where)
     widths = {layer.input_width("query") for layer in survey.layers}
     layers = [_layer(layer, parts, config, widths, reader, dtype) for layer in survey.layers]
-    return CheckpointSurvey(layers, survey.left_out, config, where, files.num_parameters, reader)
+    _warn_of_norms(layers, config)
+    left_out = survey.left_out + [f"  {name}: predicts tokens after the next one" for name in beyond]
+    return CheckpointSurvey(layers, left_out, config, where, files.num_parameters, reader)
 
 
-def _keys_by_module(names: Mapping[str, str], where: str) -> dict[str, dict[str, str]]:
+_Rows = tuple[int, int]  # which of how many equal parts of a tensor's rows
+
+
+def _keys_by_module(found: Mapping[str, list[Place]], where: str) -> dict[str, dict[str, tuple[str, _Rows]]]:
     """Keys in files, by path of the module that the tensor belongs to and its name there."""
-    keys: dict[str, dict[str, str]] = {}
-    for key, name in names.items():
+    keys: dict[str, dict[str, tuple[str, _Rows]]] = {}
+    for key, name, *rows in ((key, *place) for key, targets in found.items() for place in targets):
         path, leaf = split_key(name)
         held = keys.setdefault(path, {})
         if leaf == "bias":
             continue  # no part of W_qk, and perhaps in a file of its own
         if leaf in held:
-            raise ValueError(f"{where}: {held[leaf]!r} and {key!r} are both {name!r} in the model.")
-        held[leaf] = key
+            raise ValueError(f"{where}: {held[leaf][0]!r} and {key!r} are both {name!r} in the model.")
+        held[leaf] = (key, (rows[0], rows[1]))
     return keys
+
+
+def _warn_of_norms(layers: list[CheckpointLayer], config: PreTrainedConfig) -> None:
+    for layer in layers:
+        kind = section_of(config, layer.name).model_type
+        if kind not in CONFIG_MAPPING and any(part.form is None for part in layer.parts):
+            warnings.warn(
+                f"Transformers does not know the model type {kind!r} of {layer.name!r}, so whether its query and key "
+                "norms multiply by their weight w or by 1 + w cannot be told; w is taken.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            return
 
 
 def _adapter(files: WeightFiles, config: PreTrainedConfig) -> Adapter:
     # Adapters that are older than Transformers' new names have the old ones, as checkpoints do.
     paths = {key: key.removeprefix(PREFIX) for key in files.files}
-    names = module_names(paths.values(), config)
     stored = files.describe(files.files)
-    return read_adapter(read_json(files.source, _ADAPTER), {names[path]: stored[key] for key, path in paths.items()})
+    found = places(paths.values(), config)
+    tensors = {
+        place.name: stored[key].rows(place.part, place.parts) for key, path in paths.items() for place in found[path]
+    }
+    return read_adapter(read_json(files.source, _ADAPTER), tensors)
 
 
 def _part(path: str, stored: Mapping[str, StoredTensor], config: PreTrainedConfig) -> Part:
@@ -189,7 +231,8 @@ def _disagreement(found: AttentionLayer, query: Part, section: Section, widths: 
     if said and not widths & set(said):
         return f"{_CONFIG} says hidden_size={said[0]}, but by its shape {place} has {found.input_width('query')}."
     groups = section.num_key_value_heads
-    if groups is not None and groups != heads.num_key_value_heads:
+    # As many key heads as query heads are no doubt meant, whatever the config says of other modules.
+    if groups is not None and heads.num_key_value_heads not in (groups, heads.num_attention_heads):
         return (
             f"{_CONFIG} says num_key_value_heads={groups}, but by its shape {place} has {heads.num_key_value_heads}."
         )
@@ -201,66 +244,3 @@ def _disagreement(found: AttentionLayer, query: Part, section: Section, widths: 
             f"has {rows} rows of queries: how many heads they are cannot be told."
         )
     return None
-
-
-# --- is anything missing? -----------------------------------------------------------------------------------------
-
-
-def _require_complete(
-    keys: Mapping[str, Mapping[str, str]],
-    attention: Mapping[str, set[str]],
-    config: PreTrainedConfig,
-    files: WeightFiles,
-) -> None:
-    """
-    Raises:
-        ValueError: if a layer lacks what its siblings have, or layers are missing.
-    """
-    where = f"{files.source.name}: {files.entry}"
-    siblings: dict[str, set[str]] = {}
-    for path in attention:
-        names = {name for layout in layouts() for name in (layout.query.module, layout.key.module)}
-        siblings.setdefault(_pattern(path), set()).update(name for name in names if join(path, name) in keys)
-    for path in {parent for held in keys for parent in _parents(held)} - set(attention):
-        expected = siblings.get(_pattern(path), set())
-        there = [name for name in expected if join(path, name) in keys]
-        if there and len(there) < len(expected):
-            missing = next(name for name in expected if name not in there)
-            raise ValueError(
-                f"{where} has no tensor of {join(path, missing)!r}, though {path!r} has {', '.join(there)} and its "
-                f"sibling layers have {missing}. Download the checkpoint again."
-            )
-    numbers: dict[str, set[int]] = {}
-    for path in keys:
-        container, number = _first_number(path)
-        if number is not None:
-            numbers.setdefault(container, set()).add(number)
-    containers = {container for path in attention if (container := _first_number(path)[0]) in numbers}
-    said = {container: section_of(config, container).num_hidden_layers or 0 for container in containers}
-    counts = {container: max(numbers[container]) + 1 for container in containers}
-    for container in sorted(containers):
-        # A smaller stack beside one that is as long as the config says is not meant by it.
-        full = max(count for other, count in counts.items() if said[other] == said[container])
-        expected_number = max(counts[container], said[container] if full < said[container] else 0)
-        gaps = sorted(set(range(expected_number)) - numbers[container])
-        if gaps:
-            raise ValueError(
-                f"{where} has no tensor of layer {gaps[0]} in {container!r}"
-                + (f", though {_CONFIG} says {said[container]} layers" if said[container] > gaps[0] else "")
-                + f" (layers there: {len(numbers[container])}). Download the checkpoint again."
-            )
-
-
-def _parents(path: str) -> Iterable[str]:
-    parts = path.split(".")
-    return (".".join(parts[:length]) for length in range(len(parts)))
-
-
-def _pattern(path: str) -> str:
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
-
-
-def _first_number(path: str) -> tuple[str, int | None]:
-    parts = path.split(".")
-    position = next((place for place, part in enumerate(parts) if part.isdigit()), None)
-    return (".".join(parts[:position]), None if position is None else int(parts[position]))

@@ -154,7 +154,8 @@ class HubSource:
             failure: Exception = error
         if self._take_cached_snapshot(failure):
             return None
-        if is_transient(failure):
+        # A busy server may answer later; one that cannot be reached will not, and a mistyped path should say so now.
+        if isinstance(failure, HfHubHTTPError) and is_transient(failure):
             try:
                 return self._take_info(repeat(f"asking for {self.name}", self._model_info))
             except HTTPError as error:

@@ -9,6 +9,9 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,7 +21,16 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabl
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status, parse_ratelimit_headers
 
 
-__all__ = ["LIBRARY_NAME", "NoRangesError", "RemoteFile", "files_below", "first_line", "read_file", "repeat"]
+__all__ = [
+    "LIBRARY_NAME",
+    "NoRangesError",
+    "RemoteFile",
+    "files_below",
+    "first_line",
+    "read_file",
+    "reading_threads",
+    "repeat",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +199,32 @@ def pause(what: str, error: Exception, failures: int) -> None:
     if wait is None:
         wait = min(BASE_WAIT * 2 ** (failures - 1), LONGEST_WAIT)
     logger.warning("Failed: %s (%s). Trying again in %.1f s.", what, first_line(error), wait)
-    time.sleep(wait)
+    gone = getattr(_thread, "gone", None)
+    if gone is None:
+        time.sleep(wait)
+    elif gone.wait(wait):
+        raise ReadingGivenUpError(f"Nobody waits for {what} any more.")
+
+
+class ReadingGivenUpError(OSError):
+    """What stops threads that read for somebody who has left."""
+
+
+_thread = threading.local()
+
+
+@contextmanager
+def reading_threads(number: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads to read with; those that wait to try again stop when the block is left by an error or by Ctrl-C."""
+    gone = threading.Event()
+    pool = ThreadPoolExecutor(number, initializer=partial(setattr, _thread, "gone", gone))
+    try:
+        yield pool
+    except BaseException:
+        gone.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
 
 
 def _named_wait(headers: Any) -> float | None:

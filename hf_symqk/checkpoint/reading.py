@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import tqdm
 from torch import Tensor
 
+from .ranges import reading_threads
 from .sources import Source
 from .weights import StoredTensor
 
@@ -112,13 +114,12 @@ class Reader:
         self._batches = [_Batch(needs) for needs in batches]
         total = sum(batch.nbytes for batch in self._batches)
         with (
-            ThreadPoolExecutor(_AT_ONCE) as self._pool,
+            reading_threads(_AT_ONCE) as self._pool,
             tqdm(total=total, unit="B", unit_scale=True, desc=self.name, disable=None, delay=0.5) as self._bar,
         ):
             try:
                 yield
             finally:
-                self._pool.shutdown(wait=True, cancel_futures=True)
                 self._batches, self._pool, self._bar = [], None, None
 
     def take(self, needs: Sequence[Need]) -> dict[StoredTensor, Tensor]:
@@ -182,8 +183,11 @@ class Reader:
                 source.read(file, start, scratch)
                 for first, view in views:
                     view[:] = scratch[first - start : first - start + len(view)]
-        except (OSError, ValueError, EOFError) as error:
-            raise OSError(f"{source.name}: bytes {start} to {end} of {file} cannot be read: {error}") from error
+        except HfHubHTTPError:
+            raise  # says itself what was asked for and why it was refused
+        except (OSError, ValueError) as error:
+            kind = ValueError if isinstance(error, ValueError) else OSError
+            raise kind(f"{source.name}: bytes {start} to {end} of {file} cannot be read: {error}") from error
         bar = self._bar
         if bar is not None:
             with self._lock:

@@ -9,22 +9,24 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from ..attention import HEAD_DIM, NUM_HEADS, NUM_KEY_VALUE_HEADS
+
 
 __all__ = ["Section", "read_config", "section_of", "speaks_for", "sub_configs"]
 
 # Words by which paths and configs call one modality.
 _SYNONYMS = (
     {"text", "language", "lm", "llm"},
-    {"vision", "visual", "image", "img", "vit"},
+    {"vision", "visual", "image", "img", "vit", "video"},
     {"audio", "speech", "sound"},
 )
 _SIDES = ("encoder", "decoder")
-_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "attention_heads")
-_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "key_value_heads")
-_HEAD_DIM = ("head_dim", "attention_head_size", "d_kv")
+# With what stands before them where encoder and decoder count apart (`encoder_attention_heads`).
+_HEADS = (*NUM_HEADS, "attention_heads")
+_KEY_VALUE_HEADS = (*NUM_KEY_VALUE_HEADS, "key_value_heads")
 _LAYERS = ("num_hidden_layers", "layers", "num_layers", "n_layers", "n_layer")
-_WIDTH = ("hidden_size", "d_model", "n_embd", "dim")
-_NAMES = (_HEADS, _KEY_VALUE_HEADS, _HEAD_DIM, _WIDTH, _LAYERS)
+_WIDTH = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "true_hidden_size", "hidden_dim")
+_NAMES = (_HEADS, _KEY_VALUE_HEADS, HEAD_DIM, _WIDTH, _LAYERS)
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def _section(config: PreTrainedConfig, parts: list[str]) -> Section:
     # Where encoder and decoder share a config it may count their heads apart (`encoder_attention_heads`, …).
     side = next((side for part in parts for side in _SIDES if part.startswith(side)), None)
     number = next((int(part) for part in parts if part.isdigit()), 0)
-    own = [tuple(f"{side}_{name}" for name in names) if side else () for names in _NAMES]
+    own = [tuple(form for name in names for form in _of_side(name, side)) if side else () for names in _NAMES]
     names = [(*apart, *both) for apart, both in zip(own, _NAMES, strict=True)]
     if _first(config, own[0], number) is not None:
         names[1:3] = own[1:3]  # what is said of key heads without naming a side is then said of the other one
@@ -144,6 +146,11 @@ def _section(config: PreTrainedConfig, parts: list[str]) -> Section:
     if hasattr(config, "num_hidden_groups"):
         layers = None  # layers that share weights (ALBERT) are fewer in the file
     return Section(getattr(config, "model_type", None), heads, groups, head_dim, tuple(widths), layers, per_layer)
+
+
+def _of_side(name: str, side: str) -> tuple[str, ...]:
+    """`encoder_num_layers` and `num_encoder_layers` for `num_layers`."""
+    return (f"{side}_{name}", name.replace("num_", f"num_{side}_")) if "num_" in name else (f"{side}_{name}",)
 
 
 def _first(config: PreTrainedConfig, names: tuple[str, ...], number: int = 0) -> int | None:

@@ -3,89 +3,24 @@ A checkpoint's attention as modules without values: names and shapes make a tree
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
-from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from ..attention import LOOKS_LIKE_ATTENTION, layouts
-from .sections import Section, section_of, speaks_for, sub_configs
+from .sections import Section, section_of
 
 
-__all__ = ["Holder", "attention_modules", "is_norm", "join", "module_names", "query_key_holders", "split_key"]
+__all__ = ["Holder", "attention_modules", "is_norm", "join", "query_key_holders"]
 
-# A tensor's module and its name there. What packed formats keep beside a weight is named after it (`weight.absmax`).
-_KEY = re.compile(r"^(?:(.*?)\.)?(weight\..+|[^.]+)$")
 # Query and key norms of these model types multiply by 1 + weight; files do not say so.
 _NORMS_AROUND_ONE = re.compile(
     r"(gemma3|minimax_m3_vl|qwen3_5|qwen3_5_moe|qwen3_next|qwen4_exp|step3p7|t5gemma2)(_.*)?"
 )
-
-
-def split_key(key: str) -> tuple[str, str]:
-    """`layers.0.q_proj.weight.absmax` → (`layers.0.q_proj`, `weight.absmax`)."""
-    found = _KEY.match(key)
-    return (found[1] or "", found[2]) if found else ("", key)
-
-
-def module_names(keys: Iterable[str], config: PreTrainedConfig) -> dict[str, str]:
-    """
-    Names that a checkpoint's keys have in a live model: Transformers renames modules on load and keeps the old names
-    in the files it writes. Its own tables are asked; keys of model types that it does not know stay as they are.
-
-    Args:
-        keys (`Iterable[str]`): Names of tensors in files; names of live modules come out unchanged.
-        config (`PreTrainedConfig`): The checkpoint's config.
-
-    Returns:
-        `dict[str, str]`: New name by key.
-    """
-    keys = list(keys)
-    names = {key: key for key in keys}
-    for renaming in _renamings(config, keys):
-        names = {key: renaming.rename_source_key(name)[0] for key, name in names.items()}
-    return names
-
-
-def _renamings(config: PreTrainedConfig, keys: list[str]) -> Iterator[WeightRenaming]:
-    yield from _own_renamings(config)
-    for scope, part in _scopes(config, keys).items():
-        for renaming in _own_renamings(part):
-            renaming.scope_prefix, renaming.base_model_prefix = scope, ""
-            yield renaming
-    yield from (entry for entry in get_checkpoint_conversion_mapping("legacy") if isinstance(entry, WeightRenaming))
-
-
-def _own_renamings(config: PreTrainedConfig) -> Iterator[WeightRenaming]:
-    base = MODEL_MAPPING_NAMES.get(config.model_type)
-    classes = [*(config.architectures or ()), *([base] if isinstance(base, str) else base or ())]
-    for identifier in (*classes, config.model_type):  # a class's own table comes before that of the model type
-        transforms = get_checkpoint_conversion_mapping(identifier) if identifier else None
-        if transforms is not None:
-            yield from (entry for entry in transforms if isinstance(entry, WeightRenaming))
-            return
-
-
-def _scopes(config: PreTrainedConfig, keys: list[str]) -> dict[str, PreTrainedConfig]:
-    """Paths under which the parts of a config speak, by the first component that names one."""
-    scopes: dict[str, PreTrainedConfig] = {}
-    subs = sub_configs(config)
-    if not subs:
-        return scopes
-    for path in {key.rpartition(".")[0] for key in keys}:
-        parts = path.split(".")
-        for position, part in enumerate(parts):
-            found = next((sub for name, sub in subs.items() if speaks_for(name, part)), None)
-            if found is not None:
-                scopes[".".join(parts[: position + 1])] = found
-                break
-    return scopes
 
 
 class Holder(NamedTuple):
@@ -108,14 +43,14 @@ def query_key_holders(paths: set[str]) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for layout in layouts():
         projections = (layout.query.module, layout.key.module)
-        parents = set.intersection(*(_parents(paths, name) for name in projections))
+        parents = set.intersection(*(_holders_of(paths, name) for name in projections))
         for parent in parents:
             inside = {join(parent, name) for name in (*projections, *layout.query_norms, *layout.key_norms)}
             found.setdefault(parent, set()).update(inside & paths)
     return found
 
 
-def _parents(paths: set[str], name: str) -> set[str]:
+def _holders_of(paths: set[str], name: str) -> set[str]:
     ending = f".{name}"
     return {path.removesuffix(name).removesuffix(".") for path in paths if path == name or path.endswith(ending)}
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .headers import DTYPES, Header, read_header
+from .ranges import reading_threads
 from .sources import Source
 
 
@@ -60,6 +60,17 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int = 0
     tensor: Tensor | None = None
+
+    def rows(self, part: int, parts: int) -> "StoredTensor":
+        """One of several equal parts of the rows, as a tensor of its own."""
+        if parts == 1:
+            return self
+        if not self.shape or self.shape[0] % parts:
+            raise ValueError(f"{self.source.name}: {self.key!r} in {self.file} has {self.shape}, not {parts} parts.")
+        shape = (self.shape[0] // parts, *self.shape[1:])
+        mapped = None if self.tensor is None else self.tensor.chunk(parts)[part]
+        start = self.start + part * (self.nbytes // parts)
+        return StoredTensor(self.key, self.source, self.file, self.dtype, shape, start, mapped)
 
     @property
     def nbytes(self) -> int:
@@ -112,6 +123,11 @@ class WeightFiles:
         self._pickles: dict[str, dict[str, Tensor]] = {}
         self._index = read_json(source, self.entry) if self.entry.endswith(".json") else None
         self.files = self._weight_map()
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether these are the weights of a PEFT adapter."""
+        return self.entry.rpartition("/")[2] in _ADAPTERS
 
     def _choose(self) -> str:
         found = next((name for name in (*_ADAPTERS, *_WHOLE) if name in self._files), None)
@@ -189,7 +205,7 @@ class WeightFiles:
         """
         keys = list(keys)
         files = dict.fromkeys(self.files[key] for key in keys)
-        with ThreadPoolExecutor(_HEADERS_AT_ONCE) as pool:
+        with reading_threads(_HEADERS_AT_ONCE) as pool:
             tensors = dict(zip(files, pool.map(self._tensors_of, files), strict=True))
         for key in keys:
             if key not in tensors[self.files[key]]:

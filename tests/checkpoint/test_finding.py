@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+import transformers
 from architectures import BY_NAME
 from safetensors.torch import load_file, save_file
 
@@ -62,6 +63,80 @@ def test_a_missing_layer_is_named(folder, number):
     """A model cut short, or with a hole, gives no summary of the rest."""
     _edit_weights(folder, lambda weights: [weights.pop(key) for key in list(weights) if f"layers.{number}." in key])
     _refuse(folder, FILE, f"layer {number}", "3 layers")
+
+
+@pytest.mark.parametrize(
+    "part", ["self_attn.q_norm", "self_attn.q_norm self_attn.q_proj self_attn.k_proj self_attn.k_norm"]
+)
+def test_what_a_layer_lacks_is_named(part, tmp_path):
+    """A norm that is missing would not be folded in, a layer without attention would not be counted: both silently."""
+    BY_NAME["qwen3"].build().save_pretrained(tmp_path)
+    _edit_weights(tmp_path, lambda weights: [weights.pop(f"layers.1.{name}.weight") for name in part.split()])
+    _refuse(tmp_path, "layers.1.self_attn")
+
+
+def test_layers_that_predict_further_tokens_are_left_out(folder):
+    """They come with a model and are not loaded with it, under two names."""
+    expected = score_checkpoint(folder).layers
+    _edit_config(folder, num_hidden_layers=2, num_nextn_predict_layers=1)
+    _edit_weights(folder, lambda weights: weights.update({"mtp.layers.1.q_proj.weight": torch.zeros(4, 4)}))
+    scores = score_checkpoint(folder)
+    assert scores.layers == expected[:2]
+    assert scores.skipped == (
+        "mtp: predicts tokens after the next one",
+        "layers.2: predicts tokens after the next one",
+    )
+
+
+def test_norms_of_unknown_model_types_are_warned_of(tmp_path):
+    """A file does not say whether they multiply by w or 1 + w."""
+    BY_NAME["qwen3"].build().save_pretrained(tmp_path)
+    _edit_config(tmp_path, model_type="somebodys_own")
+    with pytest.warns(RuntimeWarning, match="somebodys_own.*1 \\+ w"):
+        score_checkpoint(tmp_path)
+
+
+def test_heads_that_the_config_does_not_explain_are_refused(tmp_path):
+    """ConvBERT halves its heads by a setting of its own; 4 heads of half the width would be wrong ones."""
+    config = transformers.ConvBertConfig(**BY_NAME["bert"].values, head_ratio=2)
+    transformers.AutoModel.from_config(config).save_pretrained(tmp_path)
+    _refuse(tmp_path, "4 heads", "24 rows")
+
+
+def test_numbers_that_json_does_not_have(tmp_path):
+    """Transformers writes infinity in a way of its own."""
+    BY_NAME["llama"].build().save_pretrained(tmp_path)
+    _edit_config(tmp_path, time_step_limit=[0.0, {"__float__": "Infinity"}])
+    assert find_checkpoint_layers(tmp_path).config.time_step_limit == [0.0, float("inf")]
+
+
+# Models with a head whose names, unlike those of the base alone, or whose tensors Transformers changes on load.
+_HEADED = {
+    "BertForMaskedLM": ("BertConfig", BY_NAME["bert"].values),
+    "ViTForImageClassification": ("ViTConfig", BY_NAME["vit"].values),
+    "SegformerForSemanticSegmentation": (
+        "SegformerConfig",
+        {"hidden_sizes": [8, 16, 24, 32], "num_attention_heads": [1, 2, 3, 4], "decoder_hidden_size": 16},
+    ),
+    "NomicBertForMaskedLM": ("NomicBertConfig", BY_NAME["bert"].values),
+    "LlavaForConditionalGeneration": (
+        "LlavaConfig",
+        {
+            "text_config": {"model_type": "llama", **BY_NAME["llama"].values},
+            "vision_config": {"model_type": "clip_vision_model", **BY_NAME["vit"].values},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(_HEADED))
+def test_names_of_models_with_heads(name, tmp_path):
+    """Prefixes, old names and tensors that Transformers splits: the same layers under the same names."""
+    config_class, values = _HEADED[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(getattr(transformers, config_class)(**values))
+    model.save_pretrained(tmp_path)
+    assert score_checkpoint(tmp_path) == score_model(model)
 
 
 def test_a_missing_shard_is_named(shards):

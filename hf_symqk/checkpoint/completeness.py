@@ -1,0 +1,139 @@
+"""Is everything there? A summary over what a broken download left of a model must not pass for the model's."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedConfig
+
+from ..attention import CROSS_ATTENTION, layouts
+from .sections import section_of
+
+
+__all__ = ["beyond_the_model", "require_complete"]
+
+# Layers that predict further tokens are saved with a model and not loaded with it.
+_PREDICTS_FURTHER = re.compile(r"(^|\.)mtp(\.|_)")
+_FURTHER_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+
+
+class _Stack(NamedTuple):
+    """Modules of each layer of a list of layers: paths below the layer, by its number."""
+
+    layers: dict[int, set[str]]
+    said: int  # how many layers the config says, 0 if nothing
+
+    @property
+    def length(self) -> int:
+        return max(self.layers) + 1
+
+
+def _stacks(paths: Iterable[str], config: PreTrainedConfig) -> dict[str, _Stack]:
+    stacks: dict[str, _Stack] = {}
+    for path in paths:
+        found = re.match(r"(?:(.*?)\.)?(\d+)(?:\.(.*))?$", path)
+        if found is None:
+            continue
+        name = found[1] or ""
+        if name not in stacks:
+            stacks[name] = _Stack({}, section_of(config, name).num_hidden_layers or 0)
+        stacks[name].layers.setdefault(int(found[2]), set()).add(found[3] or "")
+    return stacks
+
+
+def beyond_the_model(paths: Iterable[str], config: PreTrainedConfig) -> dict[str, list[str]]:
+    """
+    Modules that files hold and models do not: those that predict tokens after the next one.
+
+    Args:
+        paths (`Iterable[str]`): Paths of the modules that hold tensors.
+        config (`PreTrainedConfig`): The checkpoint's config.
+
+    Returns:
+        `dict[str, list[str]]`: Paths to leave out, by what contains them.
+    """
+    paths = list(paths)
+    beyond: dict[str, list[str]] = {}
+    further = next((number for name in _FURTHER_LAYERS if (number := _count(config, name))), 0)
+    stacks = _stacks(paths, config) if further else {}
+    for path in paths:
+        if found := _PREDICTS_FURTHER.search(path):
+            beyond.setdefault(path[: found.end()].rstrip("._"), []).append(path)
+    for name, stack in stacks.items():
+        if stack.said and stack.length == stack.said + further:
+            for number in range(stack.said, stack.length):
+                layer = f"{name}.{number}" if name else str(number)
+                beyond[layer] = [path for path in paths if path == layer or path.startswith(f"{layer}.")]
+    return beyond
+
+
+def _count(config: Any, name: str) -> int:
+    text = config.get_text_config()
+    value = next((value for part in (config, text) if isinstance(value := getattr(part, name, None), int)), 0)
+    return max(0, value)
+
+
+def require_complete(paths: Iterable[str], attention: Mapping[str, set[str]], config: PreTrainedConfig) -> None:
+    """
+    Args:
+        paths (`Iterable[str]`): Paths of the modules that hold tensors.
+        attention (`Mapping[str, set[str]]`): Attention modules that were found, as [`query_key_holders`] gives them.
+        config (`PreTrainedConfig`): The checkpoint's config.
+
+    Raises:
+        ValueError: if layers are missing, or one lacks what its siblings have; the message names it.
+    """
+    stacks = {
+        name: stack
+        for name, stack in _stacks(paths, config).items()
+        if any(path.startswith(f"{name}." if name else "") for path in attention)
+    }
+    for name, stack in sorted(stacks.items()):
+        _require_numbers(name, stack, stacks)
+        _require_alike(name, stack)
+
+
+def _require_numbers(name: str, stack: _Stack, stacks: Mapping[str, _Stack]) -> None:
+    # A smaller stack beside one that is as long as the config says is not meant by it.
+    longest = max(other.length for other in stacks.values() if other.said == stack.said)
+    expected = stack.said if longest < stack.said else stack.length
+    gaps = sorted(set(range(expected)) - set(stack.layers))
+    if gaps:
+        said = f", though config.json says {stack.said} layers" if stack.said > gaps[0] else ""
+        raise ValueError(
+            f"no tensor of layer {gaps[0]} in {name!r}{said} (layers there: {len(stack.layers)}). Download the "
+            "checkpoint again."
+        )
+
+
+def _require_alike(name: str, stack: _Stack) -> None:
+    """A layer of another kind has something else instead; one that only lacks something is broken."""
+    kinds: dict[frozenset[str], int] = {}
+    for number, modules in stack.layers.items():
+        kinds.setdefault(frozenset(modules), number)
+    parts = {kind: {path for path in kind if _is_part(path)} for kind in kinds}
+    for kind, number in kinds.items():
+        for other, sibling in kinds.items():
+            missing = sorted(path for path in parts[other] - parts[kind] if not _may_be_absent(path, kind))
+            if missing and kind < other:
+                layer = f"{name}.{number}" if name else str(number)
+                raise ValueError(
+                    f"no tensor of {layer}.{missing[0]}, which its sibling layer {sibling} has. Download the "
+                    "checkpoint again, unless the layer borrows it from another one, which is not known here."
+                )
+
+
+def _may_be_absent(path: str, modules: frozenset[str]) -> bool:
+    """Only some layers may have cross-attention at all."""
+    attention = path.rpartition(".")[0]
+    return CROSS_ATTENTION.search(attention) is not None and not any(
+        other.startswith(f"{attention}.") for other in modules
+    )
+
+
+def _is_part(path: str) -> bool:
+    return any(
+        path == name or path.endswith(f".{name}")
+        for layout in layouts()
+        for name in (layout.query.module, layout.key.module, *layout.query_norms, *layout.key_norms)
+    )

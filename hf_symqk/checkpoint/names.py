@@ -1,0 +1,128 @@
+"""
+Names in files and names in models. Transformers renames modules on load, splits some of their tensors, and keeps the
+old names in the files it writes; its own tables of this are asked here.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from transformers import PreTrainedConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import Chunk, PermuteForRope, WeightConverter, WeightRenaming
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+from .sections import speaks_for, sub_configs
+
+
+__all__ = ["Place", "places", "split_key"]
+
+# A tensor's module and its name there. What packed formats keep beside a weight is named after it (`weight.absmax`).
+_KEY = re.compile(r"^(?:(.*?)\.)?(weight\..+|[^.]+)$")
+# What a conversion may do to a tensor and leave its rows where they are. Reordering the channels of a head for another
+# rotary embedding moves those of queries and keys alike, and W_qk stays what it was.
+_HARMLESS = (Chunk, PermuteForRope)
+
+
+class Place(NamedTuple):
+    """Name that a tensor has in a model, and which of how many equal parts of its rows it is there."""
+
+    name: str
+    part: int = 0
+    parts: int = 1
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """`layers.0.q_proj.weight.absmax` → (`layers.0.q_proj`, `weight.absmax`)."""
+    found = _KEY.match(key)
+    return (found[1] or "", found[2]) if found else ("", key)
+
+
+def places(keys: Iterable[str], config: PreTrainedConfig) -> dict[str, list[Place]]:
+    """
+    Where the tensors of a checkpoint are in a live model. Keys of model types that Transformers does not know stay as
+    they are.
+
+    Args:
+        keys (`Iterable[str]`): Names of tensors in files; names of live modules come out unchanged.
+        config (`PreTrainedConfig`): The checkpoint's config.
+
+    Returns:
+        `dict[str, list[Place]]`: By key, usually one place; several where Transformers splits the tensor.
+    """
+    names = {key: key for key in keys}
+    converters: list[WeightConverter] = []
+    for rename, convert in _stages(config, names):
+        for renaming in rename:
+            names.update({key: renaming.rename_source_key(name)[0] for key, name in names.items()})
+        converters += convert
+    return {key: _converted(name, converters) for key, name in names.items()}
+
+
+def _converted(name: str, converters: list[WeightConverter]) -> list[Place]:
+    for converter in converters:
+        renamed, matched = converter.rename_source_key(name)
+        if matched is not None:
+            first, *others = converter.target_patterns
+            number = 1 + len(others)
+            alike = [renamed.replace(first, other, 1) for other in (first, *others)]
+            return [Place(name, part, number) for part, name in enumerate(alike)]
+    return [Place(name)]
+
+
+_Stage = tuple[list[WeightRenaming], list[WeightConverter]]
+
+
+def _stages(config: PreTrainedConfig, names: dict[str, str]) -> Iterator[_Stage]:
+    """Tables of the whole model, of its base model, of its parts, and of times gone by, in Transformers' order."""
+    base = _base_class(config)
+    whole = next(iter(config.architectures or ()), base)
+    by_class = _table(whole)
+    yield _stage(by_class or _table(config.model_type))
+    if base != whole:
+        # What the model with a head calls its base is told by the names themselves: most of them begin with it.
+        first, number = Counter(name.partition(".")[0] for name in names.values()).most_common(1)[0]
+        prefix = first if 2 * number > len(names) else ""
+        table = _table(base) or (_table(config.model_type) if by_class else None)
+        yield _stage(table, scope="", prefix=prefix)
+    for scope, part in _scopes(config, names.values()).items():
+        yield _stage(_table(_base_class(part)) or _table(part.model_type), scope=scope)
+    yield _stage(_table("legacy"))
+
+
+def _base_class(config: PreTrainedConfig) -> str | None:
+    base = MODEL_MAPPING_NAMES.get(config.model_type)
+    return base if isinstance(base, str) or base is None else base[0]
+
+
+def _table(identifier: str | None) -> list | None:
+    return get_checkpoint_conversion_mapping(identifier) if identifier else None
+
+
+def _stage(table: list | None, scope: str | None = None, prefix: str = "") -> _Stage:
+    for entry in table or ():
+        if scope is not None:
+            entry.scope_prefix, entry.base_model_prefix = scope, prefix
+    renamings = [entry for entry in table or () if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in table or () if isinstance(entry, WeightConverter) and _keeps_rows(entry)]
+    return renamings, converters
+
+
+def _keeps_rows(converter: WeightConverter) -> bool:
+    by_rows = all(isinstance(step, _HARMLESS) and getattr(step, "dim", 0) == 0 for step in converter.operations)
+    return by_rows and len(converter.source_patterns) == 1
+
+
+def _scopes(config: PreTrainedConfig, names: Iterable[str]) -> dict[str, PreTrainedConfig]:
+    """Paths under which the parts of a config speak, by the first component that names one."""
+    scopes: dict[str, PreTrainedConfig] = {}
+    subs = sub_configs(config)
+    for path in {name.rpartition(".")[0] for name in names} if subs else ():
+        parts = path.split(".")
+        for position, part in enumerate(parts):
+            found = next((sub for name, sub in subs.items() if speaks_for(name, part)), None)
+            if found is not None:
+                scopes[".".join(parts[: position + 1])] = found
+                break
+    return scopes
