@@ -26,7 +26,6 @@ from .attention import (
     describe_left_out,
     outermost_model,
     select_layers,
-    storage_name,
     survey_attention,
 )
 
@@ -275,7 +274,8 @@ def require_servable(layers: Iterable[AttentionLayer], init: SymmetricInit) -> N
                 f"Scheme 'symmetric' cannot serve {layer.name!r} ({layer.kind}-attention): its queries are made from "
                 f"{widths[0]} channels and its keys from {widths[1]}. Choose the layers with `layers` or `attention`."
             )
-        storages = {storage_name(layer.holder(part)) for part in ("query", "key")} - {"plain"}
+        layer.require_writable("query", "key")
+        storages = layer.storages("query", "key") - {"plain"}
         if storages:
             raise ValueError(
                 f"{layer.name!r} holds Q or K as {', '.join(sorted(storages))}, which can be scored but not written; "

@@ -256,7 +256,7 @@ def _prefixes(path: str) -> Iterable[str]:
 
 
 def _holders(layer: AttentionLayer) -> set[nn.Module]:
-    return {layer.holder("query"), layer.holder("key")}
+    return layer.holders("query", "key")
 
 
 def _is_fresh(module: nn.Module) -> bool:

@@ -211,11 +211,105 @@ ARCHITECTURES = [
         "bloom", "BloomConfig", {"hidden_size": D, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCAB}, _tokens
     ),
 ]
-BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
+# Schemes whose attention is not two plain projections, or whose forward pass does not return its attention: the oracle
+# (`tests/oracle`) proves them.
+_LATENT = {k: v for k, v in _GROUPED.items() if k not in ("head_dim", "num_key_value_heads")} | {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 28,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+_FALCON = {"hidden_size": D, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "vocab_size": VOCAB}
+_BIGCODE = {"n_embd": D, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCAB, "n_positions": 24}
+_SIGLIP = {"hidden_size": D, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 40}
+IRREGULAR = [
+    Architecture("falcon_one_key_head", "FalconConfig", _FALCON, _tokens_at_position_zero),
+    Architecture("falcon_even", "FalconConfig", _FALCON | {"multi_query": False}, _tokens_at_position_zero),
+    Architecture(
+        "falcon_grouped",
+        "FalconConfig",
+        _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2},
+        _tokens_at_position_zero,
+    ),
+    Architecture("gpt_bigcode_one_key_head", "GPTBigCodeConfig", _BIGCODE, _tokens),
+    Architecture("gpt_bigcode_even", "GPTBigCodeConfig", _BIGCODE | {"multi_query": False}, _tokens),
+    Architecture(
+        "codegen",
+        "CodeGenConfig",
+        {"n_embd": D, "n_layer": LAYERS, "n_head": 4, "rotary_dim": 4, "vocab_size": VOCAB, "n_positions": 24},
+        _tokens,
+    ),
+    Architecture(
+        "deberta", "DebertaConfig", _BERT | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}, _tokens
+    ),
+    Architecture(
+        "deberta_v2", "DebertaV2Config", _BERT | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}, _tokens
+    ),
+    Architecture(
+        "mpt",
+        "MptConfig",
+        {"d_model": D, "n_layers": LAYERS, "n_heads": 4, "vocab_size": VOCAB, "max_seq_len": 24},
+        _tokens,
+    ),
+    Architecture("deepseek_v3", "DeepseekV3Config", _LATENT, _tokens),
+    Architecture("deepseek_v2", "DeepseekV2Config", _LATENT | {"q_lora_rank": None}, _tokens),
+    Architecture(
+        "xlnet",
+        "XLNetConfig",
+        {"d_model": D, "n_layer": LAYERS, "n_head": 4, "d_inner": 40, "vocab_size": VOCAB},
+        _tokens,
+    ),
+    Architecture(
+        "siglip",
+        "SiglipConfig",
+        {},
+        _tokens_and_pixels,
+        stacks=("text_model", "vision_model", "vision_model_head_cross"),
+        values_of_parts={
+            "text_config": _SIGLIP | {"vocab_size": VOCAB, "max_position_embeddings": 24},
+            "vision_config": _SIGLIP | {"image_size": 16, "patch_size": 8},
+        },
+    ),
+    Architecture("timesformer", "TimesformerConfig", _IMAGE | {"num_frames": 2}, _pixels),
+    Architecture(
+        "qwen3_next",
+        "Qwen3NextConfig",
+        _GROUPED
+        | {
+            "num_hidden_layers": 4,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+        _tokens,
+    ),
+    Architecture("persimmon", "PersimmonConfig", _BERT, _tokens_at_position_zero),
+    Architecture(
+        "timesfm",
+        "TimesFmConfig",
+        {"hidden_size": D, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16, "intermediate_size": 40},
+        _tokens,
+    ),
+]
+BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES + IRREGULAR}
 # The ten that the initialisation promises are tested on, one by one.
 INIT_ARCHITECTURES = [
     BY_NAME[name]
     for name in ("bert", "roberta", "vit", "gpt2", "modernbert", "llama", "gpt_neox", "clip", "t5", "bart")
 ]
 
-__all__ = ["ARCHITECTURES", "BY_NAME", "INIT_ARCHITECTURES", "LAYERS", "VOCAB", "Architecture", "D"]
+__all__ = ["ARCHITECTURES", "BY_NAME", "INIT_ARCHITECTURES", "IRREGULAR", "LAYERS", "VOCAB", "Architecture", "D"]

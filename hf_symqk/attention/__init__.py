@@ -2,10 +2,7 @@
 
 from .finding import (
     CROSS_ATTENTION,
-    HEAD_DIM,
     LOOKS_LIKE_ATTENTION,
-    NUM_HEADS,
-    NUM_KEY_VALUE_HEADS,
     AttentionSurvey,
     describe_left_out,
     find_attention_layers,
@@ -13,18 +10,18 @@ from .finding import (
     survey_attention,
     survey_modules,
 )
+from .heads import HEAD_DIM, NUM_HEADS, NUM_KEY_VALUE_HEADS, value_of
 from .layer import AttentionLayer, HeadTensors
 from .layouts import (
-    HeadRows,
-    HeadShape,
-    Part,
+    ComposedProjection,
+    LearnedScale,
     Projection,
     QKLayout,
-    RowSelector,
     layouts,
     register_qk_layout,
     unregister_qk_layout,
 )
+from .rows import GatedRows, HeadRows, HeadShape, LatentRows, Part, RowSelector, ShardedRows, WholeRows
 from .selection import ATTENTION_KINDS, AttentionKind, LayerChoice, select_layers
 from .tensors import full_shape, linear_shape, storage_name, whole_linears, whole_parameters
 
@@ -39,14 +36,20 @@ __all__ = [
     "AttentionKind",
     "AttentionLayer",
     "AttentionSurvey",
+    "ComposedProjection",
+    "GatedRows",
     "HeadRows",
     "HeadShape",
     "HeadTensors",
+    "LatentRows",
     "LayerChoice",
+    "LearnedScale",
     "Part",
     "Projection",
     "QKLayout",
     "RowSelector",
+    "ShardedRows",
+    "WholeRows",
     "describe_left_out",
     "find_attention_layers",
     "full_shape",
@@ -59,6 +62,7 @@ __all__ = [
     "survey_attention",
     "survey_modules",
     "unregister_qk_layout",
+    "value_of",
     "whole_linears",
     "whole_parameters",
 ]

@@ -4,14 +4,22 @@ models named beside it: basis vectors go in, and the queries and keys that reach
 table, head by head (`tests/oracle`).
 """
 
-from .layouts import GatedRows, HeadRows, Part, Projection, register_qk_layout
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from .layouts import ComposedProjection, LearnedScale, Projection, register_qk_layout
+from .rows import GatedRows, HeadRows, LatentRows, Part, RowSelector, ShardedRows, WholeRows
 
 
 __all__: list[str] = []
 
 _PARTS: tuple[Part, ...] = ("query", "key", "value")
-_QUERY_NORMS = ("q_norm", "q_layernorm", "query_layernorm")
-_KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm")
+_QUERY_NORMS = ("q_norm", "q_layernorm", "query_layernorm", "layer_norm_q", "q_ln")
+_KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "layer_norm_k", "k_ln")
+_NORMS: dict[str, Any] = {"query_norms": _QUERY_NORMS, "key_norms": _KEY_NORMS}
 
 # Separate projections are split the same way by every model that uses these names. The modules' own head counts and
 # shapes are checked against each other, so that a model which packs more into one of them is refused, not misread.
@@ -32,35 +40,85 @@ for _query, _key, _value in (
         query=Projection(_query, HeadRows("query")),
         key=Projection(_key, HeadRows("key")),
         value=Projection(_value, HeadRows("value")),
-        query_norms=_QUERY_NORMS,
-        key_norms=_KEY_NORMS,
+        **_NORMS,
     )
 
+register_qk_layout(
+    name="to_q/to_kv",  # conformers of Granite Speech
+    query=Projection("to_q", HeadRows("query")),
+    key=Projection("to_kv", HeadRows("key", ("key", "value"))),
+    value=Projection("to_kv", HeadRows("value", ("key", "value"))),
+    **_NORMS,
+)
 register_qk_layout(
     name="q_proj with a gate/k_proj",
     query=Projection("q_proj", GatedRows()),
     key=Projection("k_proj", HeadRows("key")),
     value=Projection("v_proj", HeadRows("value")),
-    query_norms=_QUERY_NORMS,
-    key_norms=_KEY_NORMS,
-    model_types=["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"],
+    model_types=[
+        "qwen3_next",
+        "qwen3_5",
+        "qwen3_5_text",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen4_exp",
+        "qwen4_exp_text",
+    ],
+    **_NORMS,
+)
+# GroundingDINO's attention between images and text: one matrix of logits for both directions. Its head count is half
+# of what the config says of other modules.
+register_qk_layout(
+    name="vision_proj/text_proj",
+    query=Projection("vision_proj", HeadRows("query")),
+    key=Projection("text_proj", HeadRows("key")),
+    file_types=(),
 )
 
 
-def _fused(
-    module: str, order: tuple[Part, ...], *, interleaved: bool = False, transposed: bool = False
-) -> list[Projection]:
-    return [Projection(module, HeadRows(part, order, interleaved), transposed) for part in order]
+def _fused(module: str, rows: list[RowSelector], **storage: Any) -> dict[str, Any]:
+    projections = [Projection(module, selector, **storage) for selector in rows]
+    return dict(zip(_PARTS, projections, strict=True))
 
+
+def _order(*order: Part, interleaved: bool = False) -> list[RowSelector]:
+    return [HeadRows(part, order, interleaved) for part in _PARTS]
+
+
+def _sharded(*order: Part) -> list[RowSelector]:
+    return [ShardedRows(part, order, 4) for part in _PARTS]
+
+
+# Parameters of the attention module itself.
+register_qk_layout(
+    name="q/k (parameters)",
+    query=Projection("", HeadRows("query"), transposed=True, weight="q", bias=""),
+    key=Projection("", HeadRows("key"), transposed=True, weight="k", bias=""),
+    value=Projection("", HeadRows("value"), transposed=True, weight="v", bias=""),
+    model_types=["xlnet"],
+)
+register_qk_layout(
+    name="in_proj_weight",  # torch's own `nn.MultiheadAttention`
+    **_fused("", _order(*_PARTS), weight="in_proj_weight", bias="in_proj_bias"),
+    # Modules of others have head counts of their own, which only the live module knows.
+    file_types=["siglip_vision_model", "siglip2_vision_model"],
+)
 
 # Fused projections: the same module name stands for different orders of rows, so the model types are listed.
-for _name, _module, _storage, _types in (
-    ("Wqkv", "Wqkv", {}, ["modernbert", "mpt"]),
-    ("qkv_proj", "qkv_proj", {}, ["phi3", "phi4_multimodal"]),
-    ("att_proj", "att_proj", {}, ["semantic", "coarse_acoustics", "fine_acoustics"]),
+for _name, _module, _rows, _storage, _types in (
+    ("Wqkv", "Wqkv", _order(*_PARTS), {}, ["modernbert", "mpt"]),
+    ("qkv_proj", "qkv_proj", _order(*_PARTS), {}, ["phi3", "phi4_multimodal"]),
+    (
+        "att_proj",
+        "att_proj",
+        _order(*_PARTS),
+        {},
+        ["bark", "semantic", "coarse_acoustics", "fine_acoustics"],
+    ),
     (
         "qkv",
         "qkv",
+        _order(*_PARTS),
         {},
         [
             "blip_2_vision_model",
@@ -96,33 +154,137 @@ for _name, _module, _storage, _types in (
     (
         "query_key_value (interleaved)",
         "query_key_value",
-        {"interleaved": True},
-        ["bloom", "gpt_neox", "gpt_neox_japanese", "persimmon"],
+        _order(*_PARTS, interleaved=True),
+        {},
+        ["bloom", "falcon", "gpt_neox", "gpt_neox_japanese", "persimmon"],
     ),
-    ("in_proj (interleaved)", "in_proj", {"interleaved": True}, ["deberta"]),
+    ("in_proj (interleaved)", "in_proj", _order(*_PARTS, interleaved=True), {}, ["deberta"]),
+    ("c_attn (interleaved)", "c_attn", _order(*_PARTS, interleaved=True), {}, ["gpt_bigcode"]),
     (
         "c_attn (Conv1D)",
         "c_attn",
+        _order(*_PARTS),
         {"transposed": True},
-        ["gpt2", "decision_transformer", "imagegpt", "openai-gpt"],
+        ["gpt2", "gpt-sw3", "decision_transformer", "imagegpt", "openai-gpt", "clvp", "clvp_decoder"],
+    ),
+    (
+        "qkv_proj (shards)",
+        "qkv_proj",
+        _sharded("query", "value", "key"),
+        {},
+        ["codegen"],
     ),
 ):
-    _q, _k, _v = _fused(_module, _PARTS, **_storage)
-    register_qk_layout(
-        name=_name,
-        query=_q,
-        key=_k,
-        value=_v,
-        query_norms=_QUERY_NORMS,
-        key_norms=_KEY_NORMS,
-        model_types=_types,
-    )
+    register_qk_layout(name=_name, **_fused(_module, _rows, **_storage), **_NORMS, model_types=_types)
 
-_k, _v = _fused("c_attn", ("key", "value"), transposed=True)
+_key_value: tuple[Part, ...] = ("key", "value")
 register_qk_layout(
     name="q_attn + c_attn (Conv1D, cross-attention)",
     query=Projection("q_attn", HeadRows("query"), transposed=True),
-    key=_k,
-    value=_v,
+    key=Projection("c_attn", HeadRows("key", _key_value), transposed=True),
+    value=Projection("c_attn", HeadRows("value", _key_value), transposed=True),
     model_types=["gpt2"],
 )
+
+# --- latent attention: keys, and mostly queries, that go through a narrower space -----------------------------------
+
+# The types are listed: dots3_note normalises and scales more than this says.
+_LATENT = [
+    "axk1",
+    "bailing_hybrid",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe_lite",
+    "glm5_next_text",
+    "glm_moe_dsa",
+    "hy_v4",
+    "kimi_linear",
+    "longcat_flash",
+    "minicpm3",
+    "mistral4",
+    "youtu",
+]
+_LATENT_KEY = ComposedProjection(
+    down=Projection("kv_a_proj_with_mqa", LatentRows("latent")),
+    up=Projection("kv_b_proj", LatentRows("key")),
+    norm="kv_a_layernorm",
+    shared=Projection("kv_a_proj_with_mqa", LatentRows("shared")),
+    scale="mla_scale_kv_lora",
+)
+# LongCat multiplies its keys by a factor that only the live module has.
+_LATENT_IN_FILES = [name for name in _LATENT if name != "longcat_flash"]
+
+
+def _latent_query(norm: str) -> ComposedProjection:
+    return ComposedProjection(Projection("q_a_proj", WholeRows()), Projection("q_b_proj", HeadRows("query")), norm)
+
+
+register_qk_layout(
+    name="q_proj + latent keys",
+    query=Projection("q_proj", HeadRows("query")),
+    key=_LATENT_KEY,
+    model_types=_LATENT,
+    file_types=_LATENT_IN_FILES,
+)
+register_qk_layout(
+    name="latent queries and keys",
+    query=_latent_query("q_a_layernorm"),
+    key=_LATENT_KEY,
+    model_types=_LATENT,
+    file_types=_LATENT_IN_FILES,
+)
+register_qk_layout(
+    name="q_proj + latent keys, heads scaled",
+    query=Projection("q_proj", HeadRows("query")),
+    key=_LATENT_KEY,
+    query_scale=LearnedScale(("softmax_scaling.bias",), lambda bias: bias),
+    model_types=["mistral_large4_text"],
+)
+register_qk_layout(
+    name="latent queries/kv_proj",
+    query=_latent_query("q_a_norm"),
+    key=Projection("kv_proj", HeadRows("key")),
+    query_norms=("q_b_norm",),
+    key_norms=("kv_norm",),
+    model_types=["deepseek_v4"],
+    file_types=(),
+)
+
+# --- projections that stand before torch's own attention, which projects again (Aria) -------------------------------
+
+
+def _projected_twice(first: str, part: Part) -> ComposedProjection:
+    inner = Projection("multihead_attn", HeadRows(part, _PARTS), weight="in_proj_weight", bias="in_proj_bias")
+    return ComposedProjection(Projection(first, WholeRows()), inner)
+
+
+register_qk_layout(
+    name="q_proj/k_proj + in_proj_weight",
+    query=_projected_twice("q_proj", "query"),
+    key=_projected_twice("k_proj", "key"),
+    file_types=(),
+)
+
+# --- queries that are multiplied by something learned ----------------------------------------------------------------
+
+_SCALES: tuple[tuple[str, Callable[[Tensor], Tensor], list[str]], ...] = (
+    ("scaling", F.softplus, ["timesfm", "timesfm2_5"]),
+    (
+        "per_dim_scale",
+        F.softplus,
+        ["videoprism", "videoprism_text_model", "videoprism_vision_model", "gemma3n_audio", "gemma4_audio"],
+    ),
+    ("sqk", lambda sqk: sqk.square(), ["dory"]),
+)
+for _parameter, _formula, _types in _SCALES:
+    register_qk_layout(
+        name=f"q_proj/k_proj, queries scaled by {_parameter}",
+        query=Projection("q_proj", HeadRows("query")),
+        key=Projection("k_proj", HeadRows("key")),
+        value=Projection("v_proj", HeadRows("value")),
+        query_norms=(*_QUERY_NORMS, "query_norm", "query_ln"),
+        key_norms=(*_KEY_NORMS, "key_norm", "key_ln"),
+        query_scale=LearnedScale((_parameter,), _formula),
+        model_types=_types,
+    )

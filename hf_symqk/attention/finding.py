@@ -1,26 +1,25 @@
 """Attention layers of a live model: which modules match the table, how many heads they have, where they stand."""
 
 import re
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from .layer import AttentionLayer, has_projection, stored_widths
-from .layouts import HeadShape, QKLayout, layouts
+from .heads import WAY_OUT, head_shape, value_of
+from .layer import AttentionLayer
+from .layouts import ComposedProjection, QKLayout, layouts
+from .placing import place_layers
+from .projections import has_parameters, has_projection, stored_widths
+from .rows import HeadShape
 from .tensors import linear_shape, refuse_fsdp1
 
 
 __all__ = [
     "CROSS_ATTENTION",
-    "HEAD_DIM",
     "LOOKS_LIKE_ATTENTION",
-    "NUM_HEADS",
-    "NUM_KEY_VALUE_HEADS",
     "AttentionSurvey",
     "describe_left_out",
     "find_attention_layers",
@@ -31,19 +30,25 @@ __all__ = [
 
 logger = logging.get_logger(__name__)
 
-# Attribute names under which modules and configs of Transformers keep their head counts.
-NUM_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
-NUM_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads")
-HEAD_DIM = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "d_kv")
 # Names, below the layer's number, of attention whose queries and keys come from different streams.
-CROSS_ATTENTION = re.compile(r"cross|encoder_attn|encdec|x_attn|visual_attention|image_pooling", re.IGNORECASE)
+CROSS_ATTENTION = re.compile(
+    r"cross|encoder_attn|encdec|x_attn|visual_attention|image_pooling|fusion_layer", re.IGNORECASE
+)
 LOOKS_LIKE_ATTENTION = re.compile(r"attention|attn|deltanet", re.IGNORECASE)
 # Parts of attention that are named after it and project neither queries nor keys.
 _NO_ATTENTION = re.compile(r"(Output|MLP|Mlp|Layer|Block)$")
-_NOT_SOFTMAX = re.compile(r"linear_?attn|linear_?attention|lightning_?attention|deltanet|indexer", re.IGNORECASE)
-# Children that mix the tokens of queries and keys before attention sees them.
-_CONVOLUTION = re.compile(r"conv1d|[qk]_conv\w*|conv_qk\w*")
-_WAY_OUT = "Describe another layout with `hf_symqk.register_qk_layout`."
+# Projections of the same names also feed what is no softmax over products of tokens: by names and classes of modules,
+# and by model types, all of whose attention is of another kind.
+_NOT_SOFTMAX = re.compile(
+    r"linear_?attn|linear_?attention|lightning_?attention|deltanet|indexer|channel_?attn|channel_?attention"
+    r"|global_?pointer",
+    re.IGNORECASE,
+)
+_NOT_SOFTMAX_TYPES = {"autoformer", "mra", "xlstm", "yoso"}
+# Children that mix the tokens of queries and keys before attention sees them, or reduce the keys' tokens in space.
+_MIXES_TOKENS = re.compile(r"conv1d|[qk]_conv\w*|conv_qk\w*|sr|sequence_reduction|spatial_reduction")
+# Attention that pools tokens by a learned probe, its only query.
+_PROBE = re.compile(r"(^|\.)head(\.attention)?$|pooling_head", re.IGNORECASE)
 # Name parts that wrappers (DDP, FSDP1, torch.compile, activation checkpointing) put between the names of a model.
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
@@ -123,26 +128,31 @@ def survey_modules(modules: list[tuple[str, nn.Module, Any]], owner: str) -> Att
     """
     table = layouts()
     found: list[AttentionLayer] = []
+    skipped: dict[str, str] = {}
     for name, module, config in modules:
         if not module._modules:
             continue
         refuse_fsdp1(module)
-        layout = _layout_of(name, module, config, table)
+        if any(name.startswith(f"{outer.name}.") for outer in found[-1:] if outer.name):
+            continue  # a part of a layer, which may be built of smaller attention modules
+        layout, reason = _layout_of(name, module, config, table)
+        if reason:
+            skipped[name] = reason
         if layout is not None:
             problem, heads = None, HeadShape(0, 0, 0)
             try:
-                heads = _head_shape(name, module, layout, config)
+                heads = head_shape(name, module, layout, config)
             except ValueError as error:
                 problem = str(error)
             found.append(AttentionLayer(name, module, layout, heads, _kind(name, module, layout), problem=problem))
-    left_out = _left_out(modules, found)
+    left_out = _left_out(modules, found, skipped)
     if not found:
         raise ValueError(
             f"No attention layer of {owner} matches a known layout. Modules looked at:\n"
             + ("\n".join(left_out[:12]) or "  none that looks like attention")
-            + f"\nKnown layouts: {', '.join(layout.name for layout in table)}. {_WAY_OUT}"
+            + f"\nKnown layouts: {', '.join(layout.name for layout in table)}. {WAY_OUT}"
         )
-    return AttentionSurvey(_place(found), left_out)
+    return AttentionSurvey(place_layers(found), left_out)
 
 
 def describe_left_out(left_out: list[str]) -> str:
@@ -150,19 +160,40 @@ def describe_left_out(left_out: list[str]) -> str:
     return (
         f"{len(left_out)} kinds of module look like attention but match no known layout:\n"
         + "\n".join(left_out[:12])
-        + f"\n{_WAY_OUT}"
+        + f"\n{WAY_OUT}"
     )
 
 
-def _layout_of(name: str, module: nn.Module, config: Any, table: list[QKLayout]) -> QKLayout | None:
-    model_type = getattr(config, "model_type", None)
+class _Match(NamedTuple):
+    """What the table has for a module, or (`reason`) why the entry that fits its names does not count."""
+
+    layout: QKLayout | None = None
+    reason: str = ""
+
+
+def _layout_of(name: str, module: nn.Module, config: Any, table: list[QKLayout]) -> _Match:
+    kind = value_of(config, "model_type")
     for layout in table:
-        known = layout.model_types is None or model_type in layout.model_types
-        if known and has_projection(module, layout.query) and has_projection(module, layout.key):
-            # Projections of these names also feed what is no softmax over tokens, or are convolved on the way to it.
-            convolved = any(_CONVOLUTION.fullmatch(child) for child in module._modules)
-            return None if convolved or _NOT_SOFTMAX.search(f"{name}.{type(module).__name__}") else layout
-    return None
+        if layout.model_types is not None and kind not in layout.model_types:
+            continue
+        if layout.query_scale is not None and not has_parameters(module, layout.query_scale.parameters):
+            continue
+        if has_projection(module, layout.query) and has_projection(module, layout.key):
+            reason = _reason_to_skip(name, module, kind, layout)
+            return _Match(reason=reason) if reason else _Match(layout)
+    return _Match()
+
+
+def _reason_to_skip(name: str, module: nn.Module, kind: str | None, layout: QKLayout) -> str:
+    """Why a module whose projections have the names of a layout is no softmax over products of its tokens."""
+    mixing = [child for child in module._modules if _MIXES_TOKENS.fullmatch(child)]
+    if mixing:
+        return f"{mixing[0]} mixes tokens before queries and keys meet"
+    # Latent attention is softmax attention whatever its model is called.
+    composed = isinstance(layout.key, ComposedProjection)
+    if kind in _NOT_SOFTMAX_TYPES or (not composed and _NOT_SOFTMAX.search(f"{name}.{type(module).__name__}")):
+        return "no softmax over products of queries and keys"
+    return ""
 
 
 def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, PreTrainedConfig | None]]:
@@ -176,128 +207,36 @@ def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, PreTrainedConfig |
         yield name, module, own if isinstance(own, PreTrainedConfig) else configs[path]
 
 
-def _attribute(names: tuple[str, ...], *holders: Any) -> int | None:
-    values = (getattr(holder, name, None) for holder in holders for name in names)
-    return next((value for value in values if isinstance(value, int) and value > 0), None)
-
-
-def _head_shape(name: str, module: nn.Module, layout: QKLayout, config: Any) -> HeadShape:
-    """Head counts from the module, else from its config, else from shapes; then checked against the shapes."""
-    rows = [(projection, stored_widths(module, projection)[0]) for projection in (layout.query, layout.key)]
-    (_, query_rows), (_, key_rows) = rows
-    separate = layout.query.module != layout.key.module
-    num_heads = _attribute(NUM_HEADS, module) or _attribute(NUM_HEADS, config)
-    head_dim = _attribute(HEAD_DIM, module) or _attribute(HEAD_DIM, config)
-    if num_heads is None and head_dim is not None and separate:
-        num_heads = query_rows // head_dim
-    if num_heads is None:
-        raise ValueError(
-            f"{name!r} ({type(module).__name__}): neither the module nor its config says how many heads it has "
-            f"(looked for {', '.join(NUM_HEADS)} and {', '.join(HEAD_DIM)}). {_WAY_OUT}"
-        )
-    groups = _attribute(NUM_KEY_VALUE_HEADS, module) or _attribute(NUM_KEY_VALUE_HEADS, config) or num_heads
-    if head_dim is None:
-        head_dim = query_rows // layout.query.rows.count(HeadShape(num_heads, groups, 1))
-    candidates = [HeadShape(num_heads, groups, head_dim)]
-    if separate and head_dim and key_rows % head_dim == 0:
-        # The config's key heads need not be those of this module (cross-attention, per-layer counts): shapes decide.
-        candidates.append(HeadShape(num_heads, key_rows // head_dim, head_dim))
-    # Falling back to one key head a query head serves fused modules whose config speaks of other layers.
-    candidates.append(HeadShape(num_heads, num_heads, head_dim))
-    for heads in candidates:
-        fits = all(projection.rows.count(heads) == number for projection, number in rows)
-        if fits and heads.num_key_value_heads and num_heads % heads.num_key_value_heads == 0:
-            return heads
-    described = ", ".join(f"{projection.module} has {number} rows" for projection, number in rows)
-    raise ValueError(
-        f"{name!r} ({type(module).__name__}): {described}, which does not fit layout {layout.name!r} with "
-        f"{num_heads} query heads and {groups} key heads of width {head_dim}. If this module orders its rows "
-        "otherwise, describe it with `hf_symqk.register_qk_layout`."
-    )
-
-
 def _kind(name: str, module: nn.Module, layout: QKLayout) -> Literal["self", "cross"]:
     parts = name.split(".")
     numbers = [position for position, part in enumerate(parts) if part.isdigit()]
-    below_layer = ".".join(parts[numbers[-1] + 1 :] if numbers else parts[-1:])
+    below_layer = ".".join(parts[numbers[-1] + 1 :] if numbers else parts[-2:])
     # A width of 0 is unknown: weights of a checkpoint in a form that cannot be read.
     widths = {stored_widths(module, projection)[1] for projection in (layout.query, layout.key)} - {0}
     flagged = getattr(module, "is_cross_attention", False) is True
-    return "cross" if flagged or len(widths) > 1 or CROSS_ATTENTION.search(below_layer) else "self"
+    named = CROSS_ATTENTION.search(below_layer) or _PROBE.search(below_layer)
+    return "cross" if flagged or len(widths) > 1 or named else "self"
 
 
-def _place(found: list[AttentionLayer]) -> list[AttentionLayer]:
-    """Names stacks and counts layers in them. Names do not depend on what is around: a head model has its base's."""
-    found = sorted(found, key=_position)
-    containers = {layer.name: _container(layer.name) for layer in found}
-    names = _stack_names(list(dict.fromkeys(containers.values())))
-    groups: dict[tuple[str, str], list[AttentionLayer]] = {}
-    for layer in found:
-        groups.setdefault((names[containers[layer.name]], layer.kind), []).append(layer)
-    places: dict[str, tuple[str, int]] = {}
-    for (stack, kind), members in groups.items():
-        if kind == "cross":
-            stack = f"{stack}_cross" if stack else "cross"
-        numbers = [next((int(part) for part in layer.name.split(".") if part.isdigit()), 0) for layer in members]
-        # The number in the path is the layer's own; where several layers share it (nested lists), count instead.
-        if len(set(numbers)) < len(numbers):
-            numbers = list(range(len(members)))
-        places.update((layer.name, (stack, number)) for layer, number in zip(members, numbers, strict=True))
-    return [replace(layer, stack=stack, index=index) for layer in found for stack, index in [places[layer.name]]]
-
-
-def _position(layer: AttentionLayer) -> tuple[Any, ...]:
-    """Sorts by path with numbers as numbers, encoders before decoders, self- before cross-attention of one layer."""
-    parts = [
-        (0, int(part), "") if part.isdigit() else (1, part.startswith("decoder"), part)
-        for part in layer.name.split(".")
-    ]
-    last_number = max((position for position, part in enumerate(parts) if part[0] == 0), default=-1)
-    return parts[: last_number + 1], layer.kind == "cross", parts[last_number + 1 :]
-
-
-def _container(name: str) -> tuple[str, ...]:
-    """Path to what holds the list of layers: `text_model.encoder.layers.3.self_attn` → `(text_model, encoder)`."""
-    parts = name.split(".")
-    number = next((position for position, part in enumerate(parts) if part.isdigit()), len(parts))
-    return tuple(parts[: max(0, number - 1)])
-
-
-def _stack_names(containers: list[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
-    if len(containers) == 1:
-        return {containers[0]: ""}
-    common = 0
-    while all(len(path) > common for path in containers) and len({path[common] for path in containers}) == 1:
-        common += 1
-    rests = {path: path[common:] for path in containers}
-    names = {}
-    for path, rest in rests.items():
-        # As many parts as it takes to tell this stack from the others; the one with nothing left is the main stack.
-        length = next(
-            (n for n in range(1, len(rest) + 1) if Counter(other[:n] for other in rests.values())[rest[:n]] == 1),
-            len(rest),
-        )
-        names[path] = "_".join(rest[:length]) or "main"
-    return names
-
-
-def _left_out(modules: list[tuple[str, nn.Module, Any]], found: list[AttentionLayer]) -> list[str]:
+def _left_out(
+    modules: list[tuple[str, nn.Module, Any]], found: list[AttentionLayer], skipped: dict[str, str]
+) -> list[str]:
     """Modules that look like attention and hold weights, but are not, contain or belong to a layer that was found."""
     # What belongs to a layer that was found, or pools tokens by a learned probe, is no attention between tokens.
     within = [layer.name for layer in found]
     within += [name for name, module, _ in modules if "pool" in type(module).__name__.lower()]
     names: dict[str, list[str]] = {}
     for name, module, config in modules:
-        if not LOOKS_LIKE_ATTENTION.search(type(module).__name__) or _NO_ATTENTION.search(type(module).__name__):
+        kind = type(module).__name__
+        if name not in skipped and (not LOOKS_LIKE_ATTENTION.search(kind) or _NO_ATTENTION.search(kind)):
             continue
         weights = [child for child, holder in module.named_children() if linear_shape(holder) is not None]
         if not weights or "sampling_offsets" in weights:  # only norms; deformable attention has no W_k
             continue
         if any(f"{known}.".startswith(f"{name}.") or f"{name}.".startswith(f"{known}.") for known in within):
             continue
-        entry = (
-            f"{type(module).__name__} (model type {getattr(config, 'model_type', None)!r}) with {', '.join(weights)}"
-        )
+        entry = f"{kind} (model type {value_of(config, 'model_type')!r}) with {', '.join(weights)}"
+        entry += f": {skipped[name]}" if name in skipped else ""
         names.setdefault(entry, []).append(name or "(root)")
     return [
         f"  {kin[0]}{f' and {len(kin) - 1} more' if len(kin) > 1 else ''}: {entry}" for entry, kin in names.items()

@@ -8,11 +8,14 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .layouts import HeadShape, Part, Projection, QKLayout
-from .tensors import LinearTensors, full_shape, is_sharded, linear_shape, whole_linears, whole_parameters
+from .layouts import ComposedProjection, Projection, QKLayout
+from .norms import fold_gain
+from .projections import has_projection, stored_widths, weight_of
+from .rows import HeadShape, Part
+from .tensors import LinearTensors, is_sharded, storage_name, whole_linears, whole_parameters
 
 
-__all__ = ["AttentionLayer", "HeadTensors", "has_projection", "stored_widths"]
+__all__ = ["AttentionLayer", "HeadTensors"]
 
 
 class HeadTensors(NamedTuple):
@@ -20,6 +23,13 @@ class HeadTensors(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
+
+
+class _Read(NamedTuple):
+    """Whole tensors of a layer: by the linear map that holds them, and by parameter."""
+
+    linears: dict[nn.Module, LinearTensors]
+    parameters: dict[nn.Parameter, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +63,7 @@ class AttentionLayer:
         projection = getattr(self.layout, part)
         return projection is not None and has_projection(self.module, projection)
 
-    def projection(self, part: Part) -> Projection:
+    def projection(self, part: Part) -> Projection | ComposedProjection:
         """
         Where the part is.
 
@@ -69,8 +79,40 @@ class AttentionLayer:
         return stored_widths(self.module, self.projection(part))[1]
 
     def holder(self, part: Part) -> nn.Module:
-        """Submodule that holds the part's projection: a linear map, perhaps adapted, quantised or sharded."""
-        return self.module.get_submodule(self.projection(part).module)
+        """
+        Module that holds the part's weight: a linear map, perhaps adapted, quantised or sharded, or (where the weight
+        is a parameter of some other name) the module that has that parameter.
+
+        Raises:
+            ValueError: if the part is a product of several weights, or the layer does not have it.
+        """
+        self.require_writable(part)
+        return self.module.get_submodule(self.projection(part).pieces[0].module)
+
+    def holders(self, *parts: Part) -> set[nn.Module]:
+        """All modules that hold weights of the parts."""
+        return {self.module.get_submodule(piece.module) for part in parts for piece in self.projection(part).pieces}
+
+    def require_writable(self, *parts: Part) -> None:
+        """
+        Checks that values can be given to parts.
+
+        Raises:
+            ValueError: if a part is a product of several weights, or stored in a form that can be read only.
+        """
+        for part in parts:
+            projection = self.projection(part)
+            if isinstance(projection, ComposedProjection):
+                names = ", ".join(dict.fromkeys(piece.path for piece in projection.pieces))
+                raise ValueError(
+                    f"{self.name!r}: the {part} weight of layout {self.layout.name!r} is a product ({names}); it can "
+                    "be scored but not initialised."
+                )
+
+    def storages(self, *parts: Part) -> set[str]:
+        """Names of the forms in which the parts' linear maps are stored (see [`storage_name`])."""
+        maps = [piece for part in parts for piece in self.projection(part).pieces if not piece.is_parameter]
+        return {storage_name(self.module.get_submodule(piece.module)) for piece in maps}
 
     @property
     def read_once(self) -> bool:
@@ -89,18 +131,41 @@ class AttentionLayer:
                 Whether in-place changes are to reach the parameters (see [`whole_linears`]).
 
         Yields:
-            `dict[str, HeadTensors]`: Views, no copies, unless the weights are sharded, adapted or quantised.
+            `dict[str, HeadTensors]`: Views, no copies, unless the weights are sharded, adapted, quantised or a
+            product, or their rows stand in an order that no view gives as heads.
 
         Raises:
             ValueError: if the weights cannot be read (or written) as they are stored.
         """
-        with whole_linears([self.holder(part) for part in parts], write=write) as linears:
-            yield {part: self._split(part, linears[self.holder(part)]) for part in parts}
+        if write:
+            self.require_writable(*parts)
+        projections = {part: self.projection(part) for part in parts}
+        pieces = [piece for projection in projections.values() for piece in projection.pieces]
+        linears = [self.module.get_submodule(piece.module) for piece in pieces if not piece.is_parameter]
+        named = [
+            weight_of(self.module, piece, name)
+            for piece in pieces
+            if piece.is_parameter
+            for name in (piece.weight, piece.bias)
+        ]
+        norms = [self._between(projection) for projection in projections.values()]
+        gains = [parameter for norm in norms if norm is not None for parameter in norm.parameters()]
+        with (
+            whole_parameters(gains) as whole_gains,
+            whole_parameters([held for held in named if held is not None], write=write) as whole,
+            whole_linears(linears, write=write) as whole_maps,
+        ):
+            read = _Read(whole_maps, {**whole_gains, **whole})
+            split = {part: self._part(projection, read) for part, projection in projections.items()}
+            yield split
+            for part in parts if write else ():
+                self._write_back(projections[part].pieces[0], split[part], read)
 
     @contextmanager
     def query_key_weights(self) -> Iterator[tuple[Tensor, Tensor]]:
         """
-        W_q `(H, E, D)` and W_k `(G, E, D)` as the scores see them: learned gains of query and key norms folded in.
+        W_q `(H, E, D)` and W_k `(G, E, D)` as the scores see them: learned gains of query and key norms, and learned
+        scales of the queries, folded in.
 
         Yields:
             `tuple[torch.Tensor, torch.Tensor]`: Views where there is nothing to fold.
@@ -113,67 +178,65 @@ class AttentionLayer:
             next((module for name in names if (module := getattr(self.module, name, None)) is not None), None)
             for names in (self.layout.query_norms, self.layout.key_norms)
         ]
+        learned = self.layout.query_scale
+        scales = [self.module.get_parameter(path) for path in learned.parameters] if learned else []
         gains = [parameter for norm in norms if norm is not None for parameter in norm.parameters()]
-        with whole_parameters(gains) as whole, self.tensors("query", "key") as tensors:
-            w_q, w_k = tensors["query"].weight, tensors["key"].weight
-            yield self._fold(w_q, norms[0], whole), self._fold(w_k, norms[1], whole)
+        with whole_parameters(gains + scales) as whole, self.tensors("query", "key") as tensors:
+            w_q = fold_gain(self.name, tensors["query"].weight, norms[0], whole)
+            w_k = fold_gain(self.name, tensors["key"].weight, norms[1], whole)
+            if learned is not None:
+                heads, head_dim = w_q.shape[:2]
+                scale = learned.scale(*(whole[parameter].float() for parameter in scales))
+                scale = scale.view(heads, 1) if scale.numel() == heads != head_dim else scale.view(-1, head_dim)
+                w_q = w_q * scale.unsqueeze(-1)
+            yield w_q, w_k
 
-    def _split(self, part: Part, linear: LinearTensors) -> HeadTensors:
-        projection = self.projection(part)
-        weight = linear.weight.mT if projection.transposed else linear.weight
-        select = projection.rows.select
-        bias = None if linear.bias is None else select(linear.bias, self.heads)
-        return HeadTensors(select(weight, self.heads), bias)
+    def _between(self, projection: Projection | ComposedProjection) -> nn.Module | None:
+        """The norm between the two maps of a composed projection, if it is one and has one."""
+        if not isinstance(projection, ComposedProjection) or projection.norm is None:
+            return None
+        return getattr(self.module, projection.norm, None)
 
-    def _fold(self, weight: Tensor, norm: nn.Module | None, whole: dict[nn.Parameter, Tensor]) -> Tensor:
-        parameters = {} if norm is None else dict(norm.named_parameters())
-        if norm is None or not parameters:
-            return weight
-        heads, head_dim = weight.shape[:2]
-        gain = parameters.get("weight")
-        if gain is None or full_shape(gain) not in [(head_dim,), (heads * head_dim,), (heads, head_dim)]:
-            shapes = {name: tuple(full_shape(parameter)) for name, parameter in parameters.items()}
-            raise ValueError(
-                f"{self.name!r}: the parameters {shapes} of its {type(norm).__name__} are not one gain per channel of "
-                f"{heads} heads of width {head_dim}; they cannot be folded into the weights."
-            )
-        gains = whole[gain].to(torch.promote_types(gain.dtype, torch.float32)) + _gain_offset(self.name, norm)
-        return weight.to(torch.promote_types(weight.dtype, torch.float32)) * gains.view(-1, head_dim, 1)
+    def _part(self, projection: Projection | ComposedProjection, read: _Read) -> HeadTensors:
+        if isinstance(projection, Projection):
+            return self._split(projection, read)
+        down, up = self._split(projection.down, read), self._split(projection.up, read)
+        norm = self._between(projection)
+        latent = fold_gain(self.name, down.weight, norm, read.parameters).flatten(0, 1)
+        dtype = torch.promote_types(torch.promote_types(latent.dtype, up.weight.dtype), torch.float32)
+        weight = up.weight.to(dtype) @ latent.to(dtype)
+        if projection.scale is not None:
+            weight = weight * getattr(self.module, projection.scale, 1.0)
+        if projection.shared is not None:
+            shared = self._split(projection.shared, read).weight.to(dtype)
+            weight = torch.cat([weight, shared.expand(weight.shape[0], -1, -1)], 1)
+        # What a norm or a scale makes of biases is left aside: nobody reads those of a product.
+        return HeadTensors(weight, None)
 
+    def _rows(self, piece: Projection, read: _Read) -> LinearTensors:
+        """A whole linear map, one row per output channel: views."""
+        if piece.is_parameter:
+            held, added = (weight_of(self.module, piece, name) for name in (piece.weight, piece.bias))
+            assert held is not None, "asked only of projections that the layer has"
+            weight, bias = read.parameters[held], None if added is None else read.parameters[added]
+            weight = weight.flatten(1) if piece.transposed else weight.flatten(0, -2)
+            bias = None if bias is None else bias.flatten()
+        else:
+            weight, bias = read.linears[self.module.get_submodule(piece.module)]
+            weight = weight.flatten(1)  # a convolution of one token has dimensions of size 1 behind
+        return LinearTensors(weight.mT if piece.transposed else weight, bias)
 
-def _gain_offset(name: str, norm: nn.Module) -> int:
-    """0 if a norm multiplies by its weight w, 1 if by 1 + w: its own forward says so, its eps left aside."""
-    # A vector of ±1 comes out of every norm as it is, but for the gain. On the CPU and with values of its own, so that
-    # no device has to be waited for and no weight that is not finite gets in the way.
-    shapes = {name: full_shape(parameter) for name, parameter in norm.named_parameters()}
-    probe = torch.ones(shapes["weight"])
-    probe.view(-1)[1::2] = -1
-    gains = []
-    for weight in (0.0, 2.0):
-        held = {name: torch.full(shape, weight if name == "weight" else 0.0) for name, shape in shapes.items()}
-        gains.append(float((torch.func.functional_call(norm, held, (probe,)) * probe).mean()))
-    offset = round(gains[0])
-    if offset not in (0, 1) or round(gains[1]) != 2 + offset:
-        raise ValueError(
-            f"{name!r}: its {type(norm).__name__} multiplies neither by its weight w nor by 1 + w; its gain cannot be "
-            "folded into the weights."
-        )
-    return offset
+    def _split(self, piece: Projection, read: _Read) -> HeadTensors:
+        weight, bias = self._rows(piece, read)
+        select = piece.rows.select
+        return HeadTensors(select(weight, self.heads), None if bias is None else select(bias, self.heads))
 
-
-def stored_widths(module: nn.Module, projection: Projection) -> tuple[int, int]:
-    """Output rows and input width of a projection."""
-    shape = linear_shape(module.get_submodule(projection.module))
-    assert shape is not None, "asked only of projections that `has_projection` has seen"
-    rows, width = shape
-    return (width, rows) if projection.transposed else (rows, width)
-
-
-def has_projection(module: nn.Module, projection: Projection) -> bool:
-    if projection.module.partition(".")[0] not in module._modules:
-        return False
-    try:
-        holder = module.get_submodule(projection.module)
-    except AttributeError:
-        return False
-    return linear_shape(holder) is not None
+    def _write_back(self, piece: Projection, heads: HeadTensors, read: _Read) -> None:
+        """Some orders of rows cannot be viewed as heads: what was written to their copies goes to its rows."""
+        for rows, written in zip(self._rows(piece, read), heads, strict=True):
+            if rows is None or written is None:
+                continue
+            if written.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr():
+                continue
+            index = piece.rows.select(torch.arange(rows.shape[0], device=rows.device), self.heads).flatten()
+            rows[index] = written.flatten(0, 1)

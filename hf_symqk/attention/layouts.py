@@ -6,103 +6,23 @@ Shape legend: `D` width of the input, `H` query heads, `G` key/value heads (`H %
 rows of a projection. A weight is read as `(O, D)`, one row per output channel, a bias as `(O,)`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
+from .rows import RowSelector
+
 
 __all__ = [
-    "GatedRows",
-    "HeadRows",
-    "HeadShape",
+    "ComposedProjection",
+    "LearnedScale",
     "Projection",
     "QKLayout",
     "layouts",
     "register_qk_layout",
     "unregister_qk_layout",
 ]
-
-Part = Literal["query", "key", "value"]
-
-
-class HeadShape(NamedTuple):
-    """
-    Head counts of an attention module: `num_attention_heads` H, `num_key_value_heads` G and `head_dim` E (which need
-    not be D/H). Query head h reads key head `h // (H // G)`.
-    """
-
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-
-    @property
-    def num_key_value_groups(self) -> int:
-        """Query heads per key head, `r = H / G` (the name that Transformers uses)."""
-        return self.num_attention_heads // self.num_key_value_heads
-
-    def count(self, part: Part) -> int:
-        """Number of heads of the query, key or value part."""
-        return self.num_attention_heads if part == "query" else self.num_key_value_heads
-
-
-class RowSelector(Protocol):
-    """Which output rows of a projection belong to the heads of one part. [`HeadRows`] serves the regular cases."""
-
-    def count(self, heads: HeadShape) -> int:
-        """Output rows that the whole projection has for these head counts."""
-
-    def select(self, rows: Tensor, heads: HeadShape) -> Tensor:
-        """View `(heads of the part, E, ...)` of a tensor `(O, ...)`."""
-
-
-@dataclass(frozen=True)
-class HeadRows:
-    """
-    Rows of one part in a projection that holds one or several parts.
-
-    Args:
-        part (`str`):
-            `"query"`, `"key"` or `"value"`.
-        order (`tuple[str, ...]`, *optional*):
-            Parts in the order in which the projection holds them; by default the part has a projection of its own.
-        interleaved (`bool`, *optional*, defaults to `False`):
-            `False`: all heads of one part, then all of the next (`[q0 q1 … k0 k1 … v0 v1 …]`). `True`: all parts of
-            one head, then those of the next (`[q0 k0 v0 q1 k1 v1 …]`), which exists only where `H = G`.
-    """
-
-    part: Part
-    order: tuple[Part, ...] = ()
-    interleaved: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.order:
-            object.__setattr__(self, "order", (self.part,))
-        if self.part not in self.order:
-            raise ValueError(f"`part` {self.part!r} is not in `order` {self.order}.")
-
-    def count(self, heads: HeadShape) -> int:
-        return sum(heads.count("query" if self.interleaved else part) for part in self.order) * heads.head_dim
-
-    def select(self, rows: Tensor, heads: HeadShape) -> Tensor:
-        position = self.order.index(self.part)
-        if self.interleaved:
-            return rows.unflatten(0, (heads.num_attention_heads, len(self.order), heads.head_dim))[:, position]
-        start = sum(heads.count(part) for part in self.order[:position]) * heads.head_dim
-        number = heads.count(self.part)
-        return rows.narrow(0, start, number * heads.head_dim).unflatten(0, (number, heads.head_dim))
-
-
-@dataclass(frozen=True)
-class GatedRows:
-    """Rows of a query projection that holds, head by head, a query and a gate of its width (`[q0 g0 q1 g1 …]`)."""
-
-    def count(self, heads: HeadShape) -> int:
-        return 2 * heads.num_attention_heads * heads.head_dim
-
-    def select(self, rows: Tensor, heads: HeadShape) -> Tensor:
-        return rows.unflatten(0, (heads.num_attention_heads, 2, heads.head_dim))[:, 0]
 
 
 @dataclass(frozen=True)
@@ -117,11 +37,76 @@ class Projection:
             Rows that belong to the part in question.
         transposed (`bool`, *optional*, defaults to `False`):
             `True` where the weight is stored `(D, O)`, as in GPT-2's `Conv1D`.
+        weight (`str`, *optional*, defaults to `"weight"`):
+            Name of the weight in that module. A parameter of the attention module itself has `module=""`; it may have
+            more dimensions, the input's width first (`transposed`) or last.
+        bias (`str`, *optional*, defaults to `"bias"`):
+            Name of the bias, where there is one.
     """
 
     module: str
     rows: RowSelector
     transposed: bool = False
+    weight: str = "weight"
+    bias: str = "bias"
+
+    @property
+    def pieces(self) -> "tuple[Projection, ...]":
+        """The projection itself; of a [`ComposedProjection`], what it is made of."""
+        return (self,)
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether the weight is a parameter of some other name than a linear map's, so that no such map holds it."""
+        return self.module == "" or self.weight != "weight"
+
+    @property
+    def path(self) -> str:
+        """What tells where the weight is, relative to the attention module: the linear map, or the parameter."""
+        if not self.is_parameter:
+            return self.module
+        return f"{self.module}.{self.weight}" if self.module else self.weight
+
+
+@dataclass(frozen=True)
+class ComposedProjection:
+    """
+    Two linear maps in a row, perhaps with a norm between them: `W = W_up · diag(gain) · W_down`.
+
+    Args:
+        down ([`Projection`]): The first one; its rows are one head.
+        up ([`Projection`]): The second one, split into heads.
+        norm (`str`, *optional*): Submodule that normalises what is between; its learned gain is folded in.
+        shared ([`Projection`], *optional*): Rows of the first one that all heads have as their last channels.
+        scale (`str`, *optional*): Attribute of the attention module, where it has one, that multiplies the product
+            (but not the shared rows).
+    """
+
+    down: Projection
+    up: Projection
+    norm: str | None = None
+    shared: Projection | None = None
+    scale: str | None = None
+
+    @property
+    def pieces(self) -> tuple[Projection, ...]:
+        """The linear maps it is made of; the first reads the input, the last has the heads."""
+        return (self.down, self.up) if self.shared is None else (self.down, self.shared, self.up)
+
+
+@dataclass(frozen=True)
+class LearnedScale:
+    """
+    What a forward multiplies its queries by, channel by channel or head by head, besides norms.
+
+    Args:
+        parameters (`tuple[str, ...]`): Parameters of the attention module, by dotted path.
+        scale (`Callable`): Their whole tensors → a tensor that `(H, E)` can be multiplied by, once it is viewed so;
+            one factor for all channels does not matter.
+    """
+
+    parameters: tuple[str, ...]
+    scale: Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -129,12 +114,36 @@ class QKLayout:
     """One entry of the table; see [`register_qk_layout`] for the fields."""
 
     name: str
-    query: Projection
-    key: Projection
+    query: Projection | ComposedProjection
+    key: Projection | ComposedProjection
     value: Projection | None = None
     query_norms: tuple[str, ...] = ()
     key_norms: tuple[str, ...] = ()
     model_types: frozenset[str] | None = None
+    query_scale: LearnedScale | None = None
+    file_types: frozenset[str] | None = None
+
+    @property
+    def pieces(self) -> tuple[Projection, ...]:
+        """The linear maps that W_q and W_k are made of; a fused one stands twice."""
+        return (*self.query.pieces, *self.key.pieces)
+
+    @property
+    def inner_norms(self) -> tuple[str, ...]:
+        """Names of the norms between the linear maps of composed projections."""
+        composed = [part for part in (self.query, self.key) if isinstance(part, ComposedProjection)]
+        return tuple(part.norm for part in composed if part.norm)
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Names of all modules whose gain may be folded in, whether a module has them or not."""
+        return (*self.query_norms, *self.key_norms, *self.inner_norms)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Paths of weights that are parameters outside any linear map."""
+        scale = () if self.query_scale is None else self.query_scale.parameters
+        return (*(piece.path for piece in self.pieces if piece.is_parameter), *scale)
 
 
 _LAYOUTS: dict[str, QKLayout] = {}
@@ -143,12 +152,14 @@ _LAYOUTS: dict[str, QKLayout] = {}
 def register_qk_layout(
     *,
     name: str,
-    query: Projection,
-    key: Projection,
+    query: Projection | ComposedProjection,
+    key: Projection | ComposedProjection,
     value: Projection | None = None,
     query_norms: tuple[str, ...] = (),
     key_norms: tuple[str, ...] = (),
     model_types: Iterable[str] | None = None,
+    query_scale: LearnedScale | None = None,
+    file_types: Iterable[str] | None = None,
 ) -> QKLayout:
     """
     Adds a layout to the table: finding, scoring and initialisation then know it. Layouts registered later are tried
@@ -157,9 +168,9 @@ def register_qk_layout(
     Args:
         name (`str`):
             Name of the layout, unique in the table.
-        query (`Projection`):
+        query ([`Projection`] or [`ComposedProjection`]):
             Where W_q lives. A module matches if it has the submodules of query and key.
-        key (`Projection`):
+        key ([`Projection`] or [`ComposedProjection`]):
             Where W_k lives.
         value (`Projection`, *optional*):
             Where W_v lives; only an init that redraws V needs it.
@@ -171,6 +182,11 @@ def register_qk_layout(
         model_types (`Iterable[str]`, *optional*):
             `config.model_type` values that the layout holds for. Needed where other models use the same names for
             another order of rows (fused projections); by default any model with these submodules matches.
+        query_scale ([`LearnedScale`], *optional*):
+            What queries are multiplied by besides; a module without its parameters does not match.
+        file_types (`Iterable[str]`, *optional*):
+            Model types whose config and files tell all that the layout needs of a module (head counts, fixed factors),
+            where only some do: checkpoints of others are refused, live models are not. By default, all.
 
     Returns:
         [`QKLayout`]: The new entry.
@@ -195,8 +211,8 @@ def register_qk_layout(
     """
     if name in _LAYOUTS:
         raise ValueError(f"A layout named {name!r} is registered already; choose another name or unregister it first.")
-    types = None if model_types is None else frozenset(model_types)
-    _LAYOUTS[name] = QKLayout(name, query, key, value, query_norms, key_norms, types)
+    types, in_files = (None if given is None else frozenset(given) for given in (model_types, file_types))
+    _LAYOUTS[name] = QKLayout(name, query, key, value, query_norms, key_norms, types, query_scale, in_files)
     return _LAYOUTS[name]
 
 

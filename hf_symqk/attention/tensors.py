@@ -228,6 +228,8 @@ def _plain_shape(holder: nn.Module) -> torch.Size | None:
     if getattr(weight, "_fsdp_flattened", False):
         raise ValueError(_FSDP1)
     shape = full_shape(weight)
+    if len(shape) > 2 and isinstance(holder, nn.Conv1d | nn.Conv2d) and holder.groups == 1 and shape[2:].numel() == 1:
+        return shape[:2]  # a convolution of one token
     return shape if len(shape) == 2 else None
 
 

@@ -135,5 +135,5 @@ def _is_part(path: str) -> bool:
     return any(
         path == name or path.endswith(f".{name}")
         for layout in layouts()
-        for name in (layout.query.module, layout.key.module, *layout.query_norms, *layout.key_norms)
+        for name in (*(piece.path for piece in layout.pieces), *layout.norms, *layout.parameters)
     )

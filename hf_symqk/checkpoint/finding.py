@@ -4,13 +4,14 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ..attention import AttentionLayer, survey_modules
+from ..attention import AttentionLayer, layouts, survey_modules
 from .adapter import PREFIX, Adapter, read_adapter
 from .completeness import beyond_the_model, require_complete
 from .forms import Form, form_of
@@ -18,7 +19,7 @@ from .layers import CheckpointLayer, Part, needs_of
 from .names import Place, places, split_key
 from .reading import Need, Reader
 from .sections import Section, read_config, section_of
-from .skeleton import Holder, attention_modules, is_norm, join, query_key_holders
+from .skeleton import Holder, attention_modules, is_norm, is_scale, join, query_key_holders
 from .sources import open_source
 from .weights import StoredTensor, WeightFiles, read_json
 
@@ -101,7 +102,8 @@ def _survey(
 ) -> CheckpointSurvey:
     where = files.source.name if adapter is None else f"{adapter.source.name} on {files.source.name}"
     reader = Reader(where)
-    keys = _keys_by_module(places(files.files, config), where)
+    parameters = {name for layout in layouts() for name in layout.parameters}
+    keys = _keys_by_module(places(files.files, config), parameters, where)
     beyond = beyond_the_model(keys, config)
     keys = {
         path: held
@@ -122,7 +124,7 @@ def _survey(
     if adapter is not None:
         adapted = _adapter(adapter, config).parts(parts, keys)
         parts |= {path: replace(parts[path], adapter=part) for path, part in adapted.items()}
-    holders: dict[str, Holder | None] = dict.fromkeys(keys)
+    holders: dict[str, Holder | None] = dict.fromkeys(path for path, held in keys.items() if "" not in held)
     holders |= {path: _holder(part, reader) for path, part in parts.items()}
     survey = survey_modules(attention_modules(holders, config), where)
     widths = {layer.input_width("query") for layer in survey.layers}
@@ -135,11 +137,13 @@ def _survey(
 _Rows = tuple[int, int]  # which of how many equal parts of a tensor's rows
 
 
-def _keys_by_module(found: Mapping[str, list[Place]], where: str) -> dict[str, dict[str, tuple[str, _Rows]]]:
+def _keys_by_module(
+    found: Mapping[str, list[Place]], parameters: set[str], where: str
+) -> dict[str, dict[str, tuple[str, _Rows]]]:
     """Keys in files, by path of the module that the tensor belongs to and its name there."""
     keys: dict[str, dict[str, tuple[str, _Rows]]] = {}
     for key, name, *rows in ((key, *place) for key, targets in found.items() for place in targets):
-        path, leaf = split_key(name)
+        path, leaf = split_key(name, parameters)
         held = keys.setdefault(path, {})
         if leaf == "bias":
             continue  # no part of W_qk, and perhaps in a file of its own
@@ -176,16 +180,24 @@ def _adapter(files: WeightFiles, config: PreTrainedConfig) -> Adapter:
 def _part(path: str, stored: Mapping[str, StoredTensor], config: PreTrainedConfig) -> Part:
     quantization: Any = getattr(config, "quantization_config", None) or {}
     quantization = quantization if isinstance(quantization, dict) else quantization.to_dict()
-    return Part(path, stored, None if is_norm(path) else form_of(stored, quantization))
+    if is_parameter := "" in stored:
+        stored = {"weight": stored[""]}
+    # A convolution of one token is a linear map; so are parameters with one matrix a head.
+    stored = {
+        leaf: tensor.as_matrix() if len(tensor.shape) > 2 and (is_parameter or prod(tensor.shape[2:]) == 1) else tensor
+        for leaf, tensor in stored.items()
+    }
+    form = None if is_norm(path) or is_scale(path) else form_of(stored, quantization)
+    return Part(path, stored, form, is_parameter)
 
 
 def _holder(part: Part, reader: Reader) -> Holder:
     if part.form is None:
         weight = part.stored.get("weight")
-        return Holder(weight.shape if weight else (0,), weight.dtype if weight else torch.float32)
+        return Holder(weight.shape if weight else (0,), weight.dtype if weight else torch.float32, part.is_parameter)
     shape = part.form.shape(_read(part, part.form, reader)) if part.form.problem is None else None
     # A form that cannot be had keeps its place, so that the layer is found and the error can name it.
-    return Holder(shape or (0, 0), torch.float32)
+    return Holder(shape or (0, 0), torch.float32, part.is_parameter)
 
 
 def _read(part: Part, form: Form, reader: Reader) -> dict[str, torch.Tensor]:
@@ -204,19 +216,24 @@ def _layer(
     reader: Reader,
     dtype: torch.dtype | None,
 ) -> CheckpointLayer:
-    projections = [found.layout.query, found.layout.key]
-    paths = list(dict.fromkeys(join(found.name, projection.module) for projection in projections))
-    for names in (found.layout.query_norms, found.layout.key_norms):
-        paths += [path for name in names if (path := join(found.name, name)) in parts][:1]
-    own = tuple(parts[path] for path in paths)
+    layout = found.layout
+    paths = [join(found.name, name) for name in (*(piece.path for piece in layout.pieces), *layout.parameters)]
+    for alternatives in (layout.query_norms, layout.key_norms, *((norm,) for norm in layout.inner_norms)):
+        paths += [path for name in alternatives if (path := join(found.name, name)) in parts][:1]
+    own = tuple(parts[path] for path in dict.fromkeys(paths))
     problem = next((part.form.problem for part in own if part.form and part.form.problem), None)
     section = section_of(config, found.name, {found.input_width("query")})
     if problem is None and section.problem is not None:
         problem = f"{found.name!r}: {section.problem}."
+    if problem is None and layout.file_types is not None and section.model_type not in layout.file_types:
+        problem = (
+            f"{found.name!r}: layout {layout.name!r} of model type {section.model_type!r} needs what only the live "
+            "model knows. Load the model and use `score_model`."
+        )
     problem = problem or found.problem or _disagreement(found, own[0], section, widths)
     needs: list[Need] = []
     for part in own if problem is None else ():
-        inside = [entry for entry in projections if join(found.name, entry.module) == part.path]
+        inside = [piece for piece in layout.pieces if join(found.name, piece.path) == part.path]
         needs += needs_of(part, inside, found.heads)
     return CheckpointLayer(found, own, tuple(needs), reader, dtype, problem)
 
@@ -237,7 +254,8 @@ def _disagreement(found: AttentionLayer, query: Part, section: Section, widths: 
             f"{_CONFIG} says num_key_value_heads={groups}, but by its shape {place} has {heads.num_key_value_heads}."
         )
     rows = heads.num_attention_heads * heads.head_dim
-    if section.head_dim is None and said and found.input_width("query") in said and rows not in said:
+    product = any(len(part.pieces) > 1 for part in (found.layout.query, found.layout.key))
+    if section.head_dim is None and not product and said and found.input_width("query") in said and rows not in said:
         # Heads that do not fill the width are said to be so, or else counted in a way that is not known here.
         return (
             f"{_CONFIG} says {heads.num_attention_heads} heads and hidden_size={said[0]} but no head_dim, and {place} "

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,15 @@ class Part:
     Args:
         path (`str`): Its path in the model.
         stored (`Mapping[str, StoredTensor]`): Its tensors, by their names in it.
-        form (`Form` or `None`): How a projection is stored; `None` for a norm, which is one plain vector.
+        form (`Form` or `None`): How a projection is stored; `None` for what is one plain vector, a norm or a scale.
+        is_parameter (`bool`): Whether the path is that of a parameter outside any linear map.
         adapter (`AdapterPart` or `None`): What an adapter does to it.
     """
 
     path: str
     stored: Mapping[str, StoredTensor]
     form: Form | None
+    is_parameter: bool = False
     adapter: AdapterPart | None = None
 
     @property
@@ -134,25 +136,27 @@ class CheckpointLayer:
             ValueError: if what was read is not the weight that it should be.
         """
         read = self.reader.take(self.needs)
-        modules: dict[Any, Part] = {self._module(part): part for part in self.parts}
-        empty = {module: module.weight for module in modules}
+        places = [(*self._place(part), part) for part in self.parts]
+        empty = [getattr(module, name) for module, name, _ in places]
         try:
-            for module, part in modules.items():
+            for module, name, part in places:
                 weight = part.weight(read, self._is_transposed(part))
-                module.weight = nn.Parameter(weight.to(self.dtype or weight.dtype), requires_grad=False)
+                setattr(module, name, nn.Parameter(weight.to(self.dtype or weight.dtype), requires_grad=False))
             del read
             with self.found.query_key_weights() as weights:
                 yield weights
         finally:
-            for module, weight in empty.items():
-                module.weight = weight
+            for (module, name, _), weight in zip(places, empty, strict=True):
+                setattr(module, name, weight)
 
     def _is_transposed(self, part: Part) -> bool:
-        projections = (self.layout.query, self.layout.key)
-        return any(entry.transposed for entry in projections if join(self.name, entry.module) == part.path)
+        return any(piece.transposed for piece in self.layout.pieces if join(self.name, piece.path) == part.path)
 
-    def _module(self, part: Part) -> nn.Module:
-        return self.found.module.get_submodule(part.path.removeprefix(self.name).removeprefix("."))
+    def _place(self, part: Part) -> tuple[nn.Module, str]:
+        """The stand-in that takes the part's weight, and its name there."""
+        path = part.path.removeprefix(self.name).removeprefix(".")
+        module, _, name = path.rpartition(".") if part.is_parameter else (path, "", "weight")
+        return self.found.module.get_submodule(module), name
 
 
 def needs_of(part: Part, projections: list[Projection], heads: HeadShape) -> list[Need]:

@@ -5,7 +5,7 @@ old names in the files it writes; its own tables of this are asked here.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import NamedTuple
 
 from transformers import PreTrainedConfig
@@ -33,8 +33,14 @@ class Place(NamedTuple):
     parts: int = 1
 
 
-def split_key(key: str) -> tuple[str, str]:
-    """`layers.0.q_proj.weight.absmax` → (`layers.0.q_proj`, `weight.absmax`)."""
+def split_key(key: str, parameters: Container[str] = ()) -> tuple[str, str]:
+    """
+    `layers.0.q_proj.weight.absmax` → (`layers.0.q_proj`, `weight.absmax`). What the table calls a parameter outside
+    any linear map is a path of its own: `layers.0.attn.in_proj_weight` → (`layers.0.attn.in_proj_weight`, ``).
+    """
+    parts = key.split(".")
+    if parts[-1] in parameters or ".".join(parts[-2:]) in parameters:
+        return key, ""
     found = _KEY.match(key)
     return (found[1] or "", found[2]) if found else ("", key)
 

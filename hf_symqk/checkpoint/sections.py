@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ..attention import HEAD_DIM, NUM_HEADS, NUM_KEY_VALUE_HEADS
+from ..attention import HEAD_DIM, NUM_HEADS, NUM_KEY_VALUE_HEADS, value_of
 
 
 __all__ = ["Section", "read_config", "section_of", "speaks_for", "sub_configs"]
@@ -43,6 +43,7 @@ class Section:
     hidden_sizes: tuple[int, ...]
     num_hidden_layers: int | None
     per_layer: bool = False
+    qk_rope_head_dim: int | None = None
     problem: str | None = None
 
 
@@ -140,12 +141,16 @@ def _section(config: PreTrainedConfig, parts: list[str]) -> Section:
     names = [(*apart, *both) for apart, both in zip(own, _NAMES, strict=True)]
     if _first(config, own[0], number) is not None:
         names[1:3] = own[1:3]  # what is said of key heads without naming a side is then said of the other one
-    per_layer = any(isinstance(getattr(config, name, None), list | tuple) for name in (*names[0], *names[1]))
+    per_layer = any(isinstance(value_of(config, name), list | tuple) for name in (*names[0], *names[1]))
     heads, groups, head_dim, layers = (_first(config, entry, number) for entry in (*names[:3], names[4]))
+    if value_of(config, "multi_query") and not value_of(config, "new_decoder_architecture"):
+        groups = 1  # Falcon, whatever it says of key heads
     widths = {width for name in names[3] if (width := _first(config, (name,), number))}
     if hasattr(config, "num_hidden_groups"):
         layers = None  # layers that share weights (ALBERT) are fewer in the file
-    return Section(getattr(config, "model_type", None), heads, groups, head_dim, tuple(widths), layers, per_layer)
+    shared = _first(config, ("qk_rope_head_dim",), number)
+    kind = getattr(config, "model_type", None)
+    return Section(kind, heads, groups, head_dim, tuple(widths), layers, per_layer, shared)
 
 
 def _of_side(name: str, side: str) -> tuple[str, ...]:
@@ -155,7 +160,7 @@ def _of_side(name: str, side: str) -> tuple[str, ...]:
 
 def _first(config: PreTrainedConfig, names: tuple[str, ...], number: int = 0) -> int | None:
     for name in names:
-        value = getattr(config, name, None)
+        value = value_of(config, name)
         if isinstance(value, list | tuple) and number < len(value):
             value = value[number]  # one value a layer, or a stage of layers
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:

@@ -3,7 +3,7 @@ A checkpoint's attention as modules without values: names and shapes make a tree
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from ..attention import LOOKS_LIKE_ATTENTION, layouts
 from .sections import Section, section_of
 
 
-__all__ = ["Holder", "attention_modules", "is_norm", "join", "query_key_holders"]
+__all__ = ["Holder", "attention_modules", "is_norm", "is_scale", "join", "query_key_holders"]
 
 # Query and key norms of these model types multiply by 1 + weight; files do not say so.
 _NORMS_AROUND_ONE = re.compile(
@@ -28,6 +28,7 @@ class Holder(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    is_parameter: bool = False  # of the module around it, outside any linear map
 
 
 def query_key_holders(paths: set[str]) -> dict[str, set[str]]:
@@ -41,24 +42,33 @@ def query_key_holders(paths: set[str]) -> dict[str, set[str]]:
         `dict[str, set[str]]`: By path of the attention module, paths of its projections and of its norms.
     """
     found: dict[str, set[str]] = {}
+    ends: dict[str, list[str]] = {}
+    for path in paths:
+        ends.setdefault(path.rpartition(".")[2], []).append(path)
     for layout in layouts():
-        projections = (layout.query.module, layout.key.module)
-        parents = set.intersection(*(_holders_of(paths, name) for name in projections))
+        projections = [piece.path for piece in layout.pieces]
+        parents = set.intersection(*(_holders_of(ends, name) for name in projections))
         for parent in parents:
-            inside = {join(parent, name) for name in (*projections, *layout.query_norms, *layout.key_norms)}
+            inside = {join(parent, name) for name in (*projections, *layout.norms, *layout.parameters)}
             found.setdefault(parent, set()).update(inside & paths)
     return found
 
 
-def _holders_of(paths: set[str], name: str) -> set[str]:
-    ending = f".{name}"
-    return {path.removesuffix(name).removesuffix(".") for path in paths if path == name or path.endswith(ending)}
+def _holders_of(ends: Mapping[str, list[str]], name: str) -> set[str]:
+    paths = [path for path in ends.get(name.rpartition(".")[2], ()) if f".{path}".endswith(f".{name}")]
+    return {path.removesuffix(name).removesuffix(".") for path in paths}
 
 
 def is_norm(path: str) -> bool:
-    """Whether some layout calls the module at a path a query or key norm."""
+    """Whether some layout calls the module at a path a norm whose gain is folded in."""
     name = path.rpartition(".")[2]
-    return any(name in (*layout.query_norms, *layout.key_norms) for layout in layouts())
+    return any(name in layout.norms for layout in layouts())
+
+
+def is_scale(path: str) -> bool:
+    """Whether some layout multiplies queries by the parameter at a path."""
+    scales = (layout.query_scale for layout in layouts() if layout.query_scale is not None)
+    return any(f".{path}".endswith(f".{name}") for scale in scales for name in scale.parameters)
 
 
 def join(parent: str, name: str) -> str:
@@ -84,27 +94,42 @@ def attention_modules(
     root = _empty("checkpoint")()
     for path, holder in holders.items():
         parent, _, own_name = path.rpartition(".")
-        if parent not in attention and not LOOKS_LIKE_ATTENTION.search(parent.rpartition(".")[2]):
+        if not LOOKS_LIKE_ATTENTION.search(parent.rpartition(".")[2]) and not _is_inside(parent, attention):
             continue
         module = root
         for part in parent.split(".") if parent else ():
             if part not in module._modules:
                 module.add_module(part, _empty(part)())
             module = module.get_submodule(part)
+        if holder is not None and holder.is_parameter:
+            module.register_parameter(own_name, _weight(holder))
+            continue
         filled = _filled(own_name, holder, section_of(config, parent))
         before = module._modules.get(own_name)
         for child_name, child in before.named_children() if before is not None else ():
             filled.add_module(child_name, child)  # a module may hold tensors and modules
+        for name, parameter in before.named_parameters(recurse=False) if before is not None else ():
+            filled.register_parameter(name, parameter)
         module.add_module(own_name, filled)
     return [
-        (name, module, section_of(config, name, _widths(module, attention[name])) if name in attention else None)
+        (name, module, section_of(config, name, _widths(holders, attention[name])) if name in attention else None)
         for name, module in root.named_modules()
     ]
 
 
-def _widths(module: nn.Module, inside: set[str]) -> set[int]:
-    children = (module.get_submodule(path.rpartition(".")[2]) for path in inside)
-    return {size for child in children for weight in child.parameters() for size in weight.shape}
+def _is_inside(path: str, attention: Container[str]) -> bool:
+    """Whether a path is that of an attention module or of something in it."""
+    while path and path not in attention:
+        path = path.rpartition(".")[0]
+    return path in attention
+
+
+def _widths(holders: Mapping[str, Holder | None], inside: set[str]) -> set[int]:
+    return {size for path in inside if (holder := holders[path]) is not None for size in holder.shape}
+
+
+def _weight(holder: Holder) -> nn.Parameter:
+    return nn.Parameter(torch.empty(holder.shape, dtype=holder.dtype, device="meta"), requires_grad=False)
 
 
 class _Module(nn.Module):
@@ -121,7 +146,7 @@ class _Norm(nn.Module):
 
     def __init__(self, holder: Holder, offset: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(holder.shape, dtype=holder.dtype, device="meta"), requires_grad=False)
+        self.weight = _weight(holder)
         self.offset = offset
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -132,6 +157,5 @@ def _filled(name: str, holder: Holder | None, section: Section) -> nn.Module:
     if holder is not None and is_norm(name):
         return _Norm(holder, int(_NORMS_AROUND_ONE.fullmatch(section.model_type or "") is not None))
     module = _empty(name)()
-    holder = holder or Holder((0, 0), torch.float32)
-    module.weight = nn.Parameter(torch.empty(holder.shape, dtype=holder.dtype, device="meta"), requires_grad=False)
+    module.weight = _weight(holder or Holder((0, 0), torch.float32))
     return module

@@ -72,6 +72,12 @@ class StoredTensor:
         start = self.start + part * (self.nbytes // parts)
         return StoredTensor(self.key, self.source, self.file, self.dtype, shape, start, mapped)
 
+    def as_matrix(self) -> "StoredTensor":
+        """The same entries as a matrix whose rows are those of the first dimension."""
+        shape = (self.shape[0], prod(self.shape[1:]))
+        mapped = None if self.tensor is None else self.tensor.flatten(1)
+        return StoredTensor(self.key, self.source, self.file, self.dtype, shape, self.start, mapped)
+
     @property
     def nbytes(self) -> int:
         """Size of the tensor in bytes."""

@@ -4,7 +4,7 @@ from typing import Any
 
 import pandas as pd
 
-from ..attention import Projection, QKLayout, layouts
+from ..attention import ComposedProjection, Projection, QKLayout, layouts
 from .options import JsonOption
 from .report import Column, Format, Report, write_report
 
@@ -54,15 +54,16 @@ def _describe(layout: QKLayout) -> dict[str, Any]:
     }
 
 
-def _projection(projection: Projection) -> dict[str, Any]:
-    rows = projection.rows
+def _projection(projection: Projection | ComposedProjection) -> dict[str, Any]:
+    last = projection.pieces[-1]
+    rows = last.rows
     # Selectors of other classes need have neither; their own description stands for them.
     order = getattr(rows, "order", None)
     return {
-        "module": projection.module,
+        "module": ", ".join(dict.fromkeys(piece.path for piece in projection.pieces)),
         "rows": " ".join(order) if order else repr(rows),
         "interleaved": bool(getattr(rows, "interleaved", False)),
-        "transposed": projection.transposed,
+        "transposed": last.transposed,
     }
 
 

