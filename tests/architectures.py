@@ -226,7 +226,7 @@ _LATENT = {k: v for k, v in _GROUPED.items() if k not in ("head_dim", "num_key_v
     "n_group": 1,
     "topk_group": 1,
     "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
+    "first_k_dense_replace": LAYERS,  # no experts: their routers save buffers beside the parameters
 }
 _FALCON = {"hidden_size": D, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "vocab_size": VOCAB}
 _BIGCODE = {"n_embd": D, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCAB, "n_positions": 24}

@@ -306,19 +306,18 @@ def test_an_option_for_all_layers_refuses_a_model_known_in_part():
     A composite of which one tower is known: initialising that one alone would be half of what was asked for. Naming
     layers says which half is meant.
     """
-    config = transformers.BlipConfig(
-        text_config={**BY_NAME["bert"].values, "encoder_hidden_size": 48, "bos_token_id": 0},
-        vision_config={
-            "hidden_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "image_size": 16,
-            "patch_size": 8,
+    config = LlavaConfig(
+        text_config=BY_NAME["llama"].config().to_dict(),
+        vision_config={  # whose queries are pooled
+            "model_type": "hiera",
+            "embed_dim": 24,
+            "depths": [1, 1, 1, 1],
+            "num_heads": [1, 2, 2, 2],
+            "image_size": [32, 32],
         },
-        projection_dim=8,
     )
     with pytest.raises(
-        ValueError, match=r"(?s)to reach every layer, but .*BlipAttention.*SymmetricInit\(layers=...\)"
+        ValueError, match=r"(?s)to reach every layer, but .*HieraMaskUnitAttention.*SymmetricInit\(layers=...\)"
     ) as raised:
         AutoModel.from_config(config, qk_init="symmetric")
     assert "register_qk_layout" in str(raised.value)

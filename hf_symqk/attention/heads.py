@@ -55,8 +55,8 @@ def head_shape(name: str, module: nn.Module, layout: QKLayout, config: Any) -> H
     """
     rows = [(piece, piece_widths(module, piece)[0]) for piece in layout.pieces]
     query_rows, key_rows = (stored_widths(module, projection)[0] for projection in (layout.query, layout.key))
-    composed = any(isinstance(projection, ComposedProjection) for projection in (layout.query, layout.key))
-    separate = not composed and layout.query.pieces[0].path != layout.key.pieces[0].path
+    fused = layout.query.pieces[-1].path == layout.key.pieces[-1].path
+    separate = not fused and len(layout.key.pieces) == 1
     num_heads = attribute(module, NUM_HEADS) or attribute(config, NUM_HEADS)
     head_dim = attribute(module, HEAD_DIM) or attribute(config, HEAD_DIM)
     if num_heads is None and head_dim is not None and separate:
@@ -72,7 +72,7 @@ def head_shape(name: str, module: nn.Module, layout: QKLayout, config: Any) -> H
         groups = num_heads  # whatever the config says of groups: latent keys are made for each head
     if head_dim:
         widths = [head_dim]
-    elif separate or composed:
+    elif not fused:
         widths = [query_rows // num_heads]
     else:
         width = stored_widths(module, layout.query)[1]

@@ -223,23 +223,25 @@ def _direct_calls(layer: AttentionLayer, width: int) -> Iterator[Call]:
     dims = dict.fromkeys((layer.heads.head_dim, _rotary_width(module), layer.heads.head_dim // 2))
     for shape in ((2, tokens, width), (tokens, width), (1, 4, 4, width)):
         hidden = torch.randn(shape, generator=generator)
-        for dim in (*(d for d in dims if d), None):
+        for dim in (*(d for d in dims if d), None, 0):  # 0: without positions, where they need not be given
             for lead in ((1, tokens), (tokens,), (1, 1, tokens)):
-                if dim is None and lead != (1, tokens):
+                if not dim and lead != (1, tokens):
                     continue
                 kwargs: dict[str, Any] = {}
                 for name, parameter in parameters.items():
                     if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
                         continue
                     needed = parameter.default is inspect.Parameter.empty
+                    if dim == 0 and not needed and "position" in name:
+                        continue
                     if "position_embeddings" in name and dim is None and shape[0] == 2:
                         kwargs[name] = torch.randn(1, 2 * tokens - 1, width, generator=generator)  # relative
                     elif name in ("position_embeddings", "rotary_pos_emb", "rotary_emb"):
-                        if dim is not None:
+                        if dim:
                             kwargs[name] = (torch.ones(*lead, dim), torch.zeros(*lead, dim))
                         elif needed:
                             kwargs[name] = None
-                    elif name == "freqs_cis" and dim is not None:
+                    elif name == "freqs_cis" and dim:
                         kwargs[name] = torch.ones(*lead, dim // 2, dtype=torch.complex64)
                     elif name == "cu_seqlens":
                         kwargs[name] = torch.tensor([0, tokens], dtype=torch.int32)
