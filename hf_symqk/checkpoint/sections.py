@@ -155,7 +155,10 @@ def _of_side(name: str, side: str) -> tuple[str, ...]:
 
 def _first(config: PreTrainedConfig, names: tuple[str, ...], number: int = 0) -> int | None:
     for name in names:
-        value = getattr(config, name, None)
+        try:
+            value = getattr(config, name, None)
+        except Exception:  # configs refuse, each with an error of its own, what they hold for each layer apart
+            continue
         if isinstance(value, list | tuple) and number < len(value):
             value = value[number]  # one value a layer, or a stage of layers
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
