@@ -68,7 +68,9 @@ class QKScores:
         model_type (`str` or `None`): `config.model_type` of the model.
         family (`str` or `None`): `"encoder"`, `"decoder"` or `"encoder-decoder"`; `None` where no config says.
         source (`str` or `None`): Folder, file or repository that was read; `None` for a live model.
-        num_parameters (`int` or `None`): Parameters of the whole model, `None` where nothing that was read says.
+        num_parameters (`int` or `None`): Parameters of the whole model. Of a checkpoint, entries of the floating point
+            tensors in its files, so that buffers and scales that are saved with it count; else what its index or the
+            Hub says, `None` where nothing that was read says it.
         skipped (`tuple[str, ...]`): A line for each kind of module that looks like attention and was left out, saying
             why. The last four say where scores come from and do not take part in comparisons.
     """

@@ -33,7 +33,7 @@ def value_of(holder: Any, name: str) -> Any:
     """An attribute of a module or config, `None` if it has none."""
     try:
         return getattr(holder, name, None)
-    except RuntimeError:  # a config whose layers differ refuses to speak for all of them; the modules know
+    except Exception:  # configs refuse, each with an error of its own, what they hold for each layer apart
         return None
 
 

@@ -19,7 +19,7 @@ __all__ = ["Holder", "attention_modules", "is_norm", "is_scale", "join", "query_
 
 # Query and key norms of these model types multiply by 1 + weight; files do not say so.
 _NORMS_AROUND_ONE = re.compile(
-    r"(gemma3|minimax_m3_vl|qwen3_5|qwen3_5_moe|qwen3_next|qwen4_exp|step3p7|t5gemma2)(_.*)?"
+    r"(gemma3|minimax_m3_vl|qwen3_5|qwen3_5_moe|qwen3_next|qwen4_exp|step3p5|step3p7|t5gemma2)(_.*)?"
 )
 
 

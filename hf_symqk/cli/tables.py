@@ -1,5 +1,6 @@
 """From scores to the tables of `symqk scores`: of one model, of several, of the checkpoints of a run."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -133,7 +134,7 @@ def models_table(scored: Scored) -> pd.DataFrame:
             "family": scores.family,
             "model_type": scores.model_type,
             **_summary(scores, None),
-            "skipped": "; ".join(line.strip() for line in scores.skipped),
+            "skipped": "; ".join(_left_out(scores)),
         }
         for target, scores in scored
     ]
@@ -211,7 +212,8 @@ def _quantile_columns(data: pd.DataFrame) -> list[Column]:
 
 def _summary(scores: QKScores, stack: str | None) -> dict[str, Any]:
     summary = scores.summary(stack)
-    layers = sum(stack is None or layer.stack == stack for layer in scores.layers)
+    # As in the summary, a layer that is not finite does not count; `_skipped` names it.
+    layers = sum(stack in (None, layer.stack) and not math.isnan(layer.frobenius_norm) for layer in scores.layers)
     quantiles = {f"{metric}_{name}": summary[metric][name] for metric in METRICS for name in _QUANTILES}
     return {"layers": layers, **quantiles}
 
@@ -229,13 +231,20 @@ def _about(scores: QKScores) -> list[str]:
             f"({_score(summary[f'{metric}_q25'])}…{_score(summary[f'{metric}_q75'])})"
             for metric in _SCORES
         )
-        layers = f"{summary['layers']} layers" if summary["layers"] > 1 else "1 layer"
+        layers = "1 layer" if summary["layers"] == 1 else f"{summary['layers']} layers"
         lines.append(f"{stack + ', ' if stack else ''}median (quartiles) of {layers}: {values}")
     return lines
 
 
 def _skipped(scores: QKScores) -> list[str]:
-    return [f"skipped: {line.strip()}" for line in scores.skipped]
+    return [f"skipped: {line}" for line in _left_out(scores)]
+
+
+def _left_out(scores: QKScores) -> list[str]:
+    """What the medians are not of: modules that were skipped, and layers that are not finite."""
+    undefined = [layer.name for layer in scores.layers if math.isnan(layer.frobenius_norm)]
+    lines = [line.strip() for line in scores.skipped]
+    return lines + ([f"not finite: {', '.join(undefined)}"] if undefined else [])
 
 
 def _blanks(values: pd.Series) -> list[Any]:

@@ -1,7 +1,5 @@
 """Weights as they come out of files: dtypes, norms, adapters, packed forms, and what is read of them."""
 
-import importlib.util
-import pkgutil
 import re
 from pathlib import Path
 
@@ -12,6 +10,7 @@ from architectures import BY_NAME
 from hub_server import hub
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
 
 from hf_symqk import score_checkpoint, score_model
 from hf_symqk.attention import find_attention_layers
@@ -67,24 +66,20 @@ def test_gains_of_norms_are_folded_in(config_class, tmp_path):
 
 
 def test_norms_around_one_are_those_of_transformers():
-    """The list of model types against the classes themselves: norms named as query or key norms, by their code."""
+    """The list of model types against the code of their attention: which norms of queries and keys are around one."""
     wrong = []
-    for module in pkgutil.iter_modules(transformers.models.__path__):
-        try:
-            spec = importlib.util.find_spec(f"transformers.models.{module.name}.modeling_{module.name}")
-        except ModuleNotFoundError:
-            continue
-        if spec is None:
-            continue
-        source = Path(spec.origin).read_text(encoding="utf-8")
+    for model_type in CONFIG_MAPPING_NAMES:
+        name = model_type_to_module_name(model_type)
+        path = Path(transformers.models.__path__[0], name, f"modeling_{name}.py")
+        source = path.read_text(encoding="utf-8") if path.exists() else ""
         around_one = {
             part.partition("(")[0]
             for part in re.split(r"\nclass ", source)
             if re.search(r"1(\.0)? \+ self\.weight|self\.weight(\.float\(\))? \+ 1", part)
         }
-        used = set(re.findall(r"self\.(?:q|k)_(?:layer)?norm = (\w+)\(", source))
-        if bool(used & around_one) != bool(_NORMS_AROUND_ONE.fullmatch(module.name)):
-            wrong.append(module.name)
+        used = set(re.findall(r"self\.(?:q|k|q_a|kv_a|query|key)_(?:layer)?norm = (\w+)\(", source))
+        if bool(used & around_one) != bool(_NORMS_AROUND_ONE.fullmatch(model_type)):
+            wrong.append(model_type)
     assert wrong == []
 
 

@@ -37,6 +37,9 @@ SKIPPED = "encoder.0.mixer: FooAttention (model type 'foo') with in_proj"
 
 MODELS = {
     "plain": QKScores((layer(0), layer(1, symmetry=-0.25)), model_type="bert", family="encoder", num_parameters=70000),
+    "undefined": QKScores(
+        (layer(0), layer(1, symmetry=math.nan, directionality=math.nan, frobenius_norm=math.nan)), model_type="bert"
+    ),
     "banded": QKScores((layer(0, **BAND), layer(1, symmetry=math.nan))),
     "grouped": QKScores((layer(0, key_heads=2),), model_type="llama", family="decoder", num_parameters=1_100_000_000),
     "stacks": QKScores(

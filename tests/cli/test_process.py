@@ -2,14 +2,19 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 from architectures import BY_NAME
+from hub_server import hub
 
 from hf_symqk import QKScores, score_model
 from hf_symqk.cli import main
+
+
+__all__ = ["hub"]
 
 
 @pytest.fixture(scope="module")
@@ -105,3 +110,21 @@ def test_null_band_is_shown(folder, capsys):
     heading, first = capsys.readouterr().out.splitlines()[:2]
     assert heading.count("null 95 %") == 2
     assert first.count("…") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", [False, True], ids=["one file", "shards"])
+def test_interrupt_ends_the_waiting_too(shards, hub, tmp_path):
+    """Ctrl-C while the Hub is asked again and again: threads that wait to try again do not hold the command."""
+    BY_NAME["bert"].build().save_pretrained(tmp_path / "model", max_shard_size="20KB" if shards else "50GB")
+    hub.add_repo("org/model", tmp_path / "model")
+    hub.add_fault("storage/", status=503, headers={"Retry-After": "600"}, times=10**6)
+    command = [sys.executable, "-m", "hf_symqk", "scores", "org/model"]
+    process = subprocess.Popen(command, env=hub.environment(tmp_path / "cache"), stderr=subprocess.PIPE, text=True)
+    for line in process.stderr:
+        if "Trying again" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    _, rest = process.communicate(timeout=60)  # a tenth of the wait that the server asked for
+    assert process.returncode == 130
+    assert "Traceback" not in rest

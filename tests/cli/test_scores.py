@@ -62,6 +62,17 @@ def test_null_band_stands_beside_its_score(symqk):
     assert table.loc[1, ["symmetry", "symmetry_null_low", "directionality_null_high"]].isna().all()
 
 
+def test_layers_that_are_not_finite_are_named_and_not_counted(symqk):
+    """A median of the others is not the median of all; wherever it stands, what it leaves out stands too."""
+    _, out, _ = symqk("scores", "undefined")
+    assert "median (quartiles) of 1 layer:" in out
+    assert "not finite: model.layers.1.attention" in out
+    _, out, _ = symqk("scores", "undefined", "plain", "--csv")
+    table = pd.read_csv(io.StringIO(out))
+    assert list(table["layers"]) == [1, 2]
+    assert table["skipped"][0] == "not finite: model.layers.1.attention"
+
+
 def test_stacks_and_grouped_keys_have_columns_where_there_are_any(symqk):
     """The stack tells layers of one number apart, and has a summary of its own; key heads show that they are fewer."""
     _, out, _ = symqk("scores", "stacks")
