@@ -44,8 +44,7 @@ SCHEMES = {
     "deepseek_v3": (lambda e: 1.0, lambda e: 1.0),  # latent queries and keys
     "xlnet": (lambda e: 1.0, lambda e: 1.0),  # one matrix a head
     "siglip": (lambda e: 1.0, lambda e: 1.0),  # torch's own attention, in the pooling head
-    "dory": (lambda e: 1.0, lambda e: 1.0),  # queries scaled by something learned
-    "timesfm": (lambda e: math.log2(math.e) * e**-0.5, lambda e: 1.0),
+    "timesfm": (lambda e: math.log2(math.e) * e**-0.5, lambda e: 1.0),  # queries scaled by something learned
 }
 # Rotary channels that stand in pairs are put in halves by the forward, in queries and keys alike.
 PERMUTED = {"deepseek_v3"}
