@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, BY_NAME, INIT_ARCHITECTURES, LAYERS, Architecture
+from architectures import ARCHITECTURES, BY_NAME, INIT_ARCHITECTURES, IRREGULAR, LAYERS, Architecture
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
@@ -287,6 +287,23 @@ def test_bad_options_are_refused_on_construction(value, message):
         SymmetricInit.from_value(3)
 
 
+IRREGULAR_AND_WRITABLE = [
+    architecture
+    for architecture in IRREGULAR
+    if not architecture.name.startswith("deepseek") and architecture.name != "qwen3_next"
+]
+
+
+@pytest.mark.parametrize("architecture", IRREGULAR_AND_WRITABLE, ids=lambda a: a.name)
+def test_irregular_layouts_keep_the_promise(architecture: Architecture):
+    """Interleaved, sharded, three-dimensional and scaled weights: only K changes, and every form is symmetric."""
+    plain, changed, plain_state, state = build_pair(architecture, "symmetric")
+    assert torch.equal(plain_state, state)
+    assert_equal_but_for(plain, changed)
+    for layer in score_model(changed).layers:
+        assert layer.symmetry == pytest.approx(1, abs=1e-5)  # rounding of fp32 sums
+
+
 @pytest.mark.parametrize(
     ("name", "qk_init", "message"),
     [
@@ -298,6 +315,9 @@ def test_bad_options_are_refused_on_construction(value, message):
         ),
         ("bart", SymmetricInit(layers=[2]), r"asks for \[2\] of stack 'encoder'.*'decoder': layers 0 to 2"),
         ("bert", SymmetricInit(attention="cross"), r"no cross-attention layer .* only \['self'\]"),
+        ("deepseek_v3", "symmetric", r"layers.0.self_attn.*query weight .* is a product \(q_a_proj, q_b_proj\)"),
+        ("deepseek_v2", "symmetric", r"layers.0.self_attn.*key weight .*kv_b_proj.*scored but not initialised"),
+        ("qwen3_next", "symmetric", r"(?s)to reach every layer, but .*GatedDeltaNet"),
     ],
 )
 def test_options_the_model_does_not_have_are_refused_before_writing(name, qk_init, message):

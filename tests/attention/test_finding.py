@@ -2,17 +2,21 @@
 
 import pytest
 import torch
+import transformers
 from architectures import ARCHITECTURES, BY_NAME, LAYERS, Architecture
 from torch import nn
 from transformers import (
     AutoModel,
     BertConfig,
+    GroundingDinoConfig,
     LlavaConfig,
     LxmertConfig,
     OlmoHybridConfig,
     PreTrainedModel,
     ReformerConfig,
+    SegformerConfig,
 )
+from transformers.models.grounding_dino.modeling_grounding_dino import GroundingDinoBiMultiHeadAttention
 
 from hf_symqk import apply_qk_init, find_attention_layers, score_model
 from hf_symqk.attention import AttentionLayer, survey_attention
@@ -236,3 +240,80 @@ def test_what_is_no_softmax_over_tokens_is_left_out():
     survey = survey_attention(AutoModel.from_config(config))
     assert [layer.name for layer in survey.layers] == ["layers.1.self_attn"]
     assert any("GatedDeltaNet" in line for line in survey.left_out)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "values"),
+    [
+        ("YosoConfig", BY_NAME["bert"].values),
+        ("MraConfig", BY_NAME["bert"].values),
+        ("xLSTMConfig", {"hidden_size": 64, "num_heads": 4, "num_hidden_layers": 1, "vocab_size": 99}),
+        (
+            "AutoformerConfig",
+            {"prediction_length": 4, "context_length": 8, "d_model": 48, "encoder_layers": 1, "decoder_layers": 1},
+        ),
+    ],
+)
+def test_other_functions_of_queries_and_keys_are_refused(config_class, values):
+    """Hashing, multi-resolution products, exponential gates, correlations over time: none of them is a softmax."""
+    model = AutoModel.from_config(getattr(transformers, config_class)(**values))
+    with pytest.raises(ValueError, match="no softmax over products of queries and keys"):
+        find_attention_layers(model)
+
+
+def test_keys_of_a_reduced_image_are_left_out():
+    """Segformer convolves the tokens of its keys in all stages but the last: W_q W_kᵀ is not what attention sees."""
+    survey = survey_attention(AutoModel.from_config(SegformerConfig(depths=[1, 1, 1, 1])))
+    assert [layer.name for layer in survey.layers] == ["stages.3.blocks.0.attention"]
+    (line,) = survey.left_out
+    assert line.endswith("sequence_reduction mixes tokens before queries and keys meet")
+
+
+def test_pooling_heads_are_cross_attention_and_leave_names_alone():
+    """A learned probe asks and tokens answer; the towers are called as if the head were not there."""
+    model = BY_NAME["siglip"].build()
+    layers = find_attention_layers(model)
+    assert [layer.name for layer in layers if layer.kind == "cross"] == ["vision_model.head.attention"]
+    config = BY_NAME["siglip"].config()
+    config.vision_config.vision_use_head = False
+    without = find_attention_layers(AutoModel.from_config(config))
+    assert {(x.name, x.stack, x.index) for x in without} == {
+        (x.name, x.stack, x.index) for x in layers if x.kind == "self"
+    }
+
+
+def test_attention_between_images_and_text_is_cross_attention():
+    """GroundingDINO's fusion layers, whose streams have one width."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fusion_layer = nn.Module()
+            self.fusion_layer.attn = GroundingDinoBiMultiHeadAttention(GroundingDinoConfig())
+
+    (layer,) = find_attention_layers(nn.ModuleList([Layer()]))
+    assert (layer.layout.name, layer.kind) == ("vision_proj/text_proj", "cross")
+    assert (layer.heads.num_attention_heads, layer.heads.head_dim) == (4, 256)
+
+
+@pytest.mark.parametrize("name", ["falcon_grouped", "gpt_bigcode_one_key_head", "codegen", "xlnet", "siglip"])
+def test_what_is_written_arrives(name):
+    """Also where heads are no view of the rows, or the weight has three dimensions; other rows stay."""
+    model = BY_NAME[name].build()
+    for layer in find_attention_layers(model):
+        with layer.tensors("query", "key", "value") as tensors:
+            before = {part: tensor.weight.clone() for part, tensor in tensors.items()}
+        with layer.tensors("query", write=True) as tensors:
+            tensors["query"].weight.mul_(2)
+        with layer.tensors("query", "key", "value") as tensors:
+            assert torch.equal(tensors["query"].weight, 2 * before["query"])
+            assert torch.equal(tensors["key"].weight, before["key"])
+            assert torch.equal(tensors["value"].weight, before["value"])
+
+
+def test_products_cannot_be_written():
+    """Latent keys are a product of two weights; there is no one weight to write to."""
+    layer = find_attention_layers(BY_NAME["deepseek_v3"].build())[0]
+    for write in (lambda: layer.tensors("key", write=True).__enter__(), lambda: layer.holder("key")):
+        with pytest.raises(ValueError, match=r"a product \(kv_a_proj_with_mqa, kv_b_proj\)"):
+            write()

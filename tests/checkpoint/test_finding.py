@@ -11,6 +11,7 @@ from architectures import BY_NAME
 from safetensors.torch import load_file, save_file
 
 from hf_symqk import score_checkpoint, score_model
+from hf_symqk.attention import HeadRows, Projection, register_qk_layout, unregister_qk_layout
 from hf_symqk.checkpoint import find_checkpoint_layers
 
 
@@ -326,3 +327,34 @@ def test_unserved_attention_is_listed(tmp_path):
     assert len(scores.layers) == 3
     assert len(scores.skipped) == 1
     assert "mixer.linear_attn" in scores.skipped[0]
+
+
+def test_what_only_the_live_model_knows_is_refused(folder):
+    """Some forwards multiply keys by what is in no file, or count heads otherwise than the config: an error."""
+    register_qk_layout(
+        name="live only",
+        query=Projection("q_proj", HeadRows("query")),
+        key=Projection("k_proj", HeadRows("key")),
+        file_types=["other"],
+    )
+    try:
+        _refuse(
+            folder, "layers.0.self_attn", "'live only' of model type 'llama'", "only the live model", "score_model"
+        )
+    finally:
+        unregister_qk_layout("live only")
+
+
+@pytest.mark.parametrize("key", ["layer.1.rel_attn.q", "layer.1.rel_attn.k"])
+def test_a_parameter_missing_in_one_layer_is_named(key, tmp_path):
+    """Weights outside any linear map are held to the same completeness."""
+    BY_NAME["xlnet"].build().save_pretrained(tmp_path)
+    _edit_weights(tmp_path, lambda weights: weights.pop(next(name for name in weights if name.endswith(key))))
+    _refuse(tmp_path, FILE, key)
+
+
+def test_a_missing_norm_between_two_projections_is_named(tmp_path):
+    """Its gain is part of latent keys."""
+    BY_NAME["deepseek_v3"].build().save_pretrained(tmp_path)
+    _edit_weights(tmp_path, _drop("layers.1.self_attn.kv_a_layernorm.weight"))
+    _refuse(tmp_path, FILE, "layers.1.self_attn.kv_a_layernorm")
