@@ -127,6 +127,7 @@ def survey_modules(modules: list[tuple[str, nn.Module, Any]], owner: str) -> Att
         ValueError: as [`survey_attention`] does.
     """
     table = layouts()
+    candidates = [_Candidate.of(layout) for layout in table]
     found: list[AttentionLayer] = []
     skipped: dict[str, str] = {}
     for name, module, config in modules:
@@ -135,7 +136,7 @@ def survey_modules(modules: list[tuple[str, nn.Module, Any]], owner: str) -> Att
         refuse_fsdp1(module)
         if any(name.startswith(f"{outer.name}.") for outer in found[-1:] if outer.name):
             continue  # a part of a layer, which may be built of smaller attention modules
-        layout, reason = _layout_of(name, module, config, table)
+        layout, reason = _layout_of(name, module, config, candidates)
         if reason:
             skipped[name] = reason
         if layout is not None:
@@ -171,9 +172,26 @@ class _Match(NamedTuple):
     reason: str = ""
 
 
-def _layout_of(name: str, module: nn.Module, config: Any, table: list[QKLayout]) -> _Match:
-    kind = value_of(config, "model_type")
-    for layout in table:
+class _Candidate(NamedTuple):
+    """A layout with the names that a module has to have for it, so that nearly all modules are told at a glance."""
+
+    layout: QKLayout
+    modules: frozenset[str]
+    parameters: frozenset[str]
+
+    @classmethod
+    def of(cls, layout: QKLayout) -> "_Candidate":
+        inside = frozenset(piece.module.partition(".")[0] for piece in layout.pieces if piece.module)
+        return cls(layout, inside, frozenset(piece.weight for piece in layout.pieces if not piece.module))
+
+
+def _layout_of(name: str, module: nn.Module, config: Any, table: list[_Candidate]) -> _Match:
+    modules, parameters = module._modules.keys(), module._parameters.keys()
+    kind: str | None = None
+    for layout, inside, own in table:
+        if not (inside <= modules and own <= parameters):
+            continue
+        kind = kind or value_of(config, "model_type")
         if layout.model_types is not None and kind not in layout.model_types:
             continue
         if layout.query_scale is not None and not has_parameters(module, layout.query_scale.parameters):

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from .layouts import ComposedProjection, QKLayout
-from .projections import piece_widths, stored_widths
+from .projections import piece_widths
 from .rows import HeadShape
 
 
@@ -53,8 +53,9 @@ def head_shape(name: str, module: nn.Module, layout: QKLayout, config: Any) -> H
     Raises:
         ValueError: if nothing says how many heads there are, or it does not fit the shapes.
     """
-    rows = [(piece, piece_widths(module, piece)[0]) for piece in layout.pieces]
-    query_rows, key_rows = (stored_widths(module, projection)[0] for projection in (layout.query, layout.key))
+    shapes = [piece_widths(module, piece) for piece in layout.pieces]
+    rows = [(piece, number) for piece, (number, _) in zip(layout.pieces, shapes, strict=True)]
+    query_rows, key_rows = rows[len(layout.query.pieces) - 1][1], rows[-1][1]
     fused = layout.query.pieces[-1].path == layout.key.pieces[-1].path
     separate = not fused and len(layout.key.pieces) == 1
     num_heads = attribute(module, NUM_HEADS) or attribute(config, NUM_HEADS)
@@ -75,7 +76,7 @@ def head_shape(name: str, module: nn.Module, layout: QKLayout, config: Any) -> H
     elif not fused:
         widths = [query_rows // num_heads]
     else:
-        width = stored_widths(module, layout.query)[1]
+        width = shapes[0][1]
         totals = (num_heads + 2 * groups, 3 * num_heads)
         widths = [query_rows // total for total in totals if query_rows % total == 0]
         # Heads that fill the width are the rule.

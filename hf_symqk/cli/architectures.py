@@ -57,12 +57,14 @@ def _describe(layout: QKLayout) -> dict[str, Any]:
 def _projection(projection: Projection | ComposedProjection) -> dict[str, Any]:
     last = projection.pieces[-1]
     rows = last.rows
-    # Selectors of other classes need have neither; their own description stands for them.
-    order = getattr(rows, "order", None)
+    # Selectors of other classes need have none of these; their own description stands for them.
+    part = getattr(rows, "part", None)
+    order = getattr(rows, "order", part and (part,))
     return {
         "module": ", ".join(dict.fromkeys(piece.path for piece in projection.pieces)),
         "rows": " ".join(order) if order else repr(rows),
         "interleaved": bool(getattr(rows, "interleaved", False)),
+        "shards": getattr(rows, "shards", 1),
         "transposed": last.transposed,
     }
 
@@ -73,5 +75,6 @@ def _order(layout: dict[str, Any]) -> str:
     parts = list(dict.fromkeys([query["rows"], key["rows"]]))
     words = ["separate" if parts == ["query", "key"] else " / ".join(parts)]
     words += ["interleaved by head"] if query["interleaved"] else []
+    words += [f"in {query['shards']} shards"] if query["shards"] > 1 else []
     words += ["transposed"] if query["transposed"] else []
     return ", ".join(words)
