@@ -372,9 +372,11 @@ def _row_norms(factor: Tensor) -> Tensor:
     """Norms of the rows of `(D, R)` over the largest entry: a scale does not matter here, overflow would."""
     with torch.no_grad():
         largest = largest_magnitude(factor).float()
-        return torch.cat(
-            [torch.linalg.vector_norm(factor[rows].float() / largest, dim=-1) for rows in row_blocks(factor)]
-        )
+        # Along the memory of the factor (a linear layer's weight lies `(R, D)`), where sums stream.
+        axis = 1 if factor.stride(-1) == 1 else 0
+        lying = factor if axis else factor.mT
+        parts = [(lying[rows].float() / largest).square_().sum(axis) for rows in row_blocks(lying)]
+        return (torch.cat(parts) if axis else torch.stack(parts).sum(0)).sqrt_()
 
 
 def _require_level(level: float) -> None:

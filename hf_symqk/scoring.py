@@ -107,7 +107,11 @@ def layer_form(w_q: Tensor, w_k: Tensor) -> BilinearForm:
         [`BilinearForm`] without batch dimensions.
     """
     if w_q.shape[0] != w_k.shape[0]:
-        w_q = w_q.unflatten(0, (w_k.shape[0], -1)).sum(1, dtype=torch.promote_types(w_q.dtype, torch.float32))
+        # One head of each group after the other: `sum` would convert all of them at once.
+        first, *others = w_q.unflatten(0, (w_k.shape[0], -1)).unbind(1)
+        w_q = first.to(torch.promote_types(w_q.dtype, torch.float32), copy=True)
+        for head in others:
+            w_q += head
     return BilinearForm(w_q.flatten(0, 1).mT, w_k.flatten(0, 1).mT)
 
 
