@@ -132,6 +132,8 @@ def _may_be_absent(path: str, modules: frozenset[str]) -> bool:
 
 
 def _is_part(path: str) -> bool:
+    if ".indexer." in f".{path}":
+        return False  # chooses keys for attention, which its norms are no part of; layers may share one
     return any(
         path == name or path.endswith(f".{name}")
         for layout in layouts()

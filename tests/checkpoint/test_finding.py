@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from architectures import BY_NAME
+from oracle.building import build
 from safetensors.torch import load_file, save_file
 
 from hf_symqk import score_checkpoint, score_model
@@ -358,3 +359,10 @@ def test_a_missing_norm_between_two_projections_is_named(tmp_path):
     BY_NAME["deepseek_v3"].build().save_pretrained(tmp_path)
     _edit_weights(tmp_path, _drop("layers.1.self_attn.kv_a_layernorm.weight"))
     _refuse(tmp_path, FILE, "layers.1.self_attn.kv_a_layernorm")
+
+
+def test_layers_may_share_an_indexer(tmp_path):
+    """Its norms are called as those of queries and keys, and are no part of W_qk: nothing is missing without them."""
+    model = build("hy_v4")
+    model.save_pretrained(tmp_path)
+    assert score_checkpoint(tmp_path) == score_model(model)
