@@ -93,6 +93,9 @@ class HeadRows:
 class GatedRows:
     """Rows of a query projection that holds, head by head, a query and a gate of its width (`[q0 g0 q1 g1 …]`)."""
 
+    def __str__(self) -> str:
+        return "query gate"
+
     def fits(self, number: int, heads: HeadShape) -> bool:
         return number == 2 * heads.num_attention_heads * heads.head_dim
 

@@ -62,7 +62,7 @@ def _projection(projection: Projection | ComposedProjection) -> dict[str, Any]:
     order = getattr(rows, "order", part and (part,))
     return {
         "module": ", ".join(dict.fromkeys(piece.path for piece in projection.pieces)),
-        "rows": " ".join(order) if order else repr(rows),
+        "rows": " ".join(order) if order else str(rows),
         "interleaved": bool(getattr(rows, "interleaved", False)),
         "shards": getattr(rows, "shards", 1),
         "transposed": last.transposed,
