@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from .building import build, model_types, shake
+from .building import build, shake
 from .comparing import compare_model
+from .configs import model_types
 from .report import read, run
 
 
