@@ -14,9 +14,13 @@ from transformers.models.auto import modeling_auto
 from .configs import small_config
 
 
-__all__ = ["build", "shake"]
+__all__ = ["NoModelError", "build", "shake"]
 
 _LARGEST = 150_000_000  # parameters
+
+
+class NoModelError(RuntimeError):
+    """A type that has a config and no model, so that nothing can be built."""
 
 
 def _model_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]:
@@ -32,7 +36,13 @@ def _model_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]:
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
             yield found
     package = type(config).__module__.rpartition(".")[0]
-    own = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+    try:
+        own = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+    except ModuleNotFoundError as error:
+        # A config whose models stand elsewhere (a type that only renames another one), or nowhere.
+        if error.name is None or not error.name.startswith(package):
+            raise
+        return
     found = [value for value in vars(own).values() if isinstance(value, type) and issubclass(value, PreTrainedModel)]
     found = [value for value in found if value.__module__.startswith(package) and "PreTrained" not in value.__name__]
     # Those that hold the most stand last in a file.
@@ -52,6 +62,7 @@ def build(model_type: str, level: int = 0, seed: int = 0) -> PreTrainedModel:
         `PreTrainedModel`: In eval mode.
 
     Raises:
+        NoModelError: if there is no class of this type.
         RuntimeError: if no class can be built, or it would be too large.
     """
     try:
@@ -60,7 +71,7 @@ def build(model_type: str, level: int = 0, seed: int = 0) -> PreTrainedModel:
         raise RuntimeError(f"config: {type(error).__name__}: {error}") from error
     classes = list(dict.fromkeys(_model_classes(config)))
     if not classes:
-        raise RuntimeError("no model class")
+        raise NoModelError(f"Transformers {transformers.__version__} has a config of {model_type!r} and no model.")
     errors = []
     for model_class in classes[:6]:
         try:

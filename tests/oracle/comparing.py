@@ -162,6 +162,8 @@ def compare_model(model: PreTrainedModel) -> Comparison:
             continue
         kind = type(modules[owner]).__name__
         children = ", ".join(child for child, _ in modules[owner].named_children())
+        if any(f"{kind} ({children})" in kinds for kinds in (unknown, mixed, other)):
+            continue  # one of a kind is enough, and probing takes long where windows are many
         try:
             probed = probe_attention(modules[owner], calls[owner])[0]
             heads, width = probed.query.shape[:2]
@@ -278,7 +280,9 @@ def _direct_calls(layer: AttentionLayer, width: int) -> Iterator[Call]:
                     elif needed and name in ("alibi",):
                         kwargs[name] = torch.zeros(2 * layer.heads.num_attention_heads, 1, tokens)
                     elif needed and layer.kind == "cross" and name in ("key", "value"):
-                        kwargs[name] = torch.randn(*shape[:-2], 5, layer.input_width("key"), generator=generator)
+                        # Twice as many, since rotations of queries are repeated for the keys of several images.
+                        other = (*shape[:-2], 2 * tokens, layer.input_width("key"))
+                        kwargs[name] = torch.randn(other, generator=generator)
                     elif needed:
                         # One tensor is one stream; other arguments are other streams.
                         same = layer.kind == "self" and name in ("query", "key", "value")

@@ -28,7 +28,7 @@ _FIELDS: list[tuple[str, int]] = [
         2,
     ),
     (
-        r"hidden_size|cross_hidden_size|d_model|n_embd|embed_dim|n_embed|embed_size|text_hidden_size|vision_hidden_size|out_hidden_size",
+        r"hidden_size|cross_hidden_size|d_model|n_embd|embed_dim|emb_dim|n_embed|embed_size|text_hidden_size|vision_hidden_size|out_hidden_size",
         64,
     ),
     (
@@ -58,7 +58,7 @@ _FIELDS: list[tuple[str, int]] = [
 ]
 _COUNTS_OF_LAYERS = re.compile(r"depths|stage_num_blocks|blocks_per_stage|encoder_depths|decoder_depths|block_sizes")
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer")
-_KINDS_OF_LAYERS = re.compile(r".*types|layers_block_type")
+_KINDS_OF_LAYERS = re.compile(r".*types|layers_block_type|.*heads_per_layer")
 _VOCABULARY = 1000
 # Fields that some configs leave open and their models cannot do without.
 _UNSET = {"head_dim": 32, "vocab_size": 100, "attention_head_dim": 16}
@@ -90,9 +90,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         for name in ("granite_speech_encoder", "granite_speech_plus_encoder")
     },
     "lilt": {"hidden_size": 96},  # a multiple of the heads and of its six coordinates
+    "lw_detr": {"projector_scale_factors": [1.0]},
+    "lw_detr_vit": {"num_hidden_layers": 4, "window_block_indices": [0, 2], "out_features": ["stage2", "stage4"]},
     "mimi": {"upsample_groups": 64},
     "moonshine_streaming": {"num_key_value_heads": 4},
     "t5gemma2_text": {"dropout_rate": 0.0},
+    # Two layers that share their attention, since sharing is what the class checks.
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
     **{
         name: {
             "use_timm_backbone": False,
@@ -152,8 +156,8 @@ def _small_fields(config: PreTrainedConfig, level: int) -> dict[str, Any]:
     for name, small in _UNSET.items():
         if name in values and values[name] is None:
             fields[name] = min(small, 16) if level and "head" in name else small
-    if level < 3:
-        fields |= _kept_layers(config, level, fields)
+    if level < 3 and "depths" not in values:  # whose lists have an entry a stage
+        fields |= _kept_layers(config, level)
     counted = next((name for name in _LAYER_COUNTS if name in fields), "")
     if values.get("_out_features") and counted:
         fields |= {"out_features": [f"stage{fields[counted]}"], "out_indices": None}
@@ -178,7 +182,7 @@ def _is_grouped(name: str) -> bool:
     return "key_value_heads" in name or name in ("num_kv_heads", "n_head_kv", "kv_n_heads", "num_query_groups")
 
 
-def _kept_layers(config: PreTrainedConfig, level: int, fields: dict[str, Any]) -> dict[str, Any]:
+def _kept_layers(config: PreTrainedConfig, level: int) -> dict[str, Any]:
     """Number of layers and the lists with an entry a layer: one layer of each kind stays, in its order."""
     values = vars(config)
     counted = next((name for name in _LAYER_COUNTS if isinstance(values.get(name), int)), "")
@@ -189,9 +193,9 @@ def _kept_layers(config: PreTrainedConfig, level: int, fields: dict[str, Any]) -
     kinds = list(zip(*(map(str, lists[n]) for n in sorted(lists) if _KINDS_OF_LAYERS.fullmatch(n)), strict=True))
     if not kinds or len(set(kinds)) == 1:
         # Kinds that follow from the number of a layer: as many layers as it takes to see each.
-        computed = [getattr(config, name, None) for name in ("layers_block_type", "layer_types")]
-        computed = [list(kind) for kind in computed if isinstance(kind, list | tuple) and len(kind) == depth]
-        first = {kind: number for kinds_ in computed for number, kind in reversed(list(enumerate(kinds_)))}
+        found = [getattr(config, name, None) for name in ("layers_block_type", "layer_types")]
+        computed = [list(one) for one in found if isinstance(one, list | tuple) and len(one) == depth]
+        first = {kind: number for one in computed for number, kind in reversed(list(enumerate(one)))}
         if computed and not lists and len(first) > 1 and max(first.values()) < 8:
             return {counted: max(first.values()) + 1}
     own = config.to_dict().get("per_layer_config")
@@ -205,7 +209,8 @@ def _kept_layers(config: PreTrainedConfig, level: int, fields: dict[str, Any]) -
     if values.get("num_kv_shared_layers"):  # the last layers read the keys of the last of their kind before them
         small["num_kv_shared_layers"] = len(kept)
         kept = kept + kept
-    small |= {n: [v[number] for number in kept] for n, v in lists.items()} | {counted: len(kept)}
+    small |= {n: [_small_entry(n, v[number], values) for number in kept] for n, v in lists.items()}
+    small[counted] = len(kept)
     if own:
         small["per_layer_config"] = {
             new: {name: _small_own(name, value, values, level) for name, value in own[old].items()}
@@ -213,6 +218,13 @@ def _kept_layers(config: PreTrainedConfig, level: int, fields: dict[str, Any]) -
             if old in own
         }
     return small
+
+
+def _small_entry(name: str, value: Any, values: dict[str, Any]) -> Any:
+    """An entry of a list with one a layer: heads are few, and as many as the model's where they were."""
+    if not name.endswith("heads_per_layer") or not isinstance(value, int):
+        return value
+    return 4 if value == values.get("num_attention_heads") or "key_value" not in name else 2
 
 
 def _small_own(name: str, value: Any, values: dict[str, Any], level: int) -> Any:

@@ -68,6 +68,7 @@ class _Makers:
         context = self._context()
         self.makers: dict[str, Callable[[], Tensor]] = {
             "input_ids": lambda: self.integers(batch, tokens),
+            "task_inputs": lambda: self.integers(batch, _first(self.config, "task_seq_len", default=tokens)),
             "decoder_input_ids": lambda: self.integers(batch, tokens - 2),
             "pixel_values": lambda: self.floats(batch, *_image(self.vision)),
             "pixel_values_videos": lambda: self.floats(batch, 4, *_image(self.vision)),
@@ -142,8 +143,9 @@ def inputs_of(model: PreTrainedModel, batch: int = 2, tokens: int = 8) -> dict[s
     required = [name for name, parameter in parameters.items() if parameter.default is inspect.Parameter.empty]
     wanted = [name for name in required if name in makers]
     main = getattr(model, "main_input_name", "input_ids")
+    mains = [main] if isinstance(main, str) else list(main)
     usual = ("input_ids", "decoder_input_ids", "pixel_values", "input_values", "input_features", "bbox")
-    wanted += [name for name in (main, *usual) if name in parameters and name in makers]
+    wanted += [name for name in (*mains, *usual) if name in parameters and name in makers]
     wanted += [name for name in ("future_values", "future_time_features") if name in parameters]
     return {name: makers[name]() for name in dict.fromkeys(wanted)}
 

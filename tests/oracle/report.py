@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import transformers
 
-from .building import build, shake
+from .building import NoModelError, build, shake
 from .comparing import compare_model
 from .configs import LEVELS, model_types
 
@@ -31,6 +31,7 @@ from .configs import LEVELS, model_types
 _MEMORY = 7 * 2**30  # bytes of address space a process may take
 # What a type comes to, the better the later; a mismatch at one size is not made good by another size.
 _RANK = (
+    "no model",
     "not built",
     "nothing",
     "mixed",
@@ -51,6 +52,9 @@ def examine(model_type: str) -> Iterator[dict[str, Any]]:
     for level in LEVELS:
         try:
             record = _examine(model_type, level)
+        except NoModelError as error:
+            yield {"type": model_type, "status": "no model", "error": str(error)}
+            return
         except Exception as error:
             record = {"type": model_type, "status": "not built", "error": f"{type(error).__name__}: {error}"[:300]}
             errors.append(f"level {level}: {record['error']}")
