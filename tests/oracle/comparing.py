@@ -215,9 +215,10 @@ def _run(model: PreTrainedModel, errors: list[str]) -> tuple[dict[str, Call], li
                 tower(**inputs)
             except Exception as error:
                 failure = error
-        # What ran before an error is as good.
+        # What ran before an error is as good, unless another run gets further.
         for name, call in seen.items():
-            calls.setdefault(name, call)
+            if name not in calls or (failure is None and name not in complete):
+                calls[name] = call
         if failure is None:
             complete.update(seen)
         met.extend(names[logits.module] for logits in caught if logits.module in names)

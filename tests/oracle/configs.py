@@ -28,7 +28,7 @@ _FIELDS: list[tuple[str, int]] = [
         2,
     ),
     (
-        r"hidden_size|cross_hidden_size|d_model|n_embd|embed_dim|emb_dim|n_embed|embed_size|text_hidden_size|vision_hidden_size|out_hidden_size",
+        r"hidden_size|cross_hidden_size|adapter_(in|out)_dim|d_model|n_embd|embed_dim|emb_dim|n_embed|embed_size|text_hidden_size|vision_hidden_size|out_hidden_size",
         64,
     ),
     (
@@ -72,6 +72,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "big_bird": {"attention_type": "original_full"},
     "bigbird_pegasus": {"attention_type": "original_full"},
     "nemotron": {"num_key_value_heads": 2},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10_000.0}}},
     "dots3_note_text": {"head_dim": 24},
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
@@ -151,8 +152,9 @@ def _small_fields(config: PreTrainedConfig, level: int) -> dict[str, Any]:
     if any(isinstance(values.get(name), list | tuple) for name in heads_of_stages):
         fields.pop("embed_dim", None)  # widths a stage that fit its heads
         fields.pop("hidden_size", None)
-    if "depths" in values:
-        fields.pop("num_layers", None)  # which is the number of stages
+    for name in _LAYER_COUNTS:
+        if name in fields and values[name] == len(values.get("depths") or ()):
+            del fields[name]  # the number of stages
     for name, small in _UNSET.items():
         if name in values and values[name] is None:
             fields[name] = min(small, 16) if level and "head" in name else small
@@ -264,6 +266,7 @@ _MUST_EQUAL = (
     re.compile(r"`([\w.]+)` \((\d+)\) must (?:equal|match|be equal to) `[^`]+` \((\d+)\)"),
     re.compile(r"\b([\w.]+) = (\d+), [\w.]+ = (\d+)"),
 )
+_MUST_MATCH = re.compile(r"\b(\w+) must match (\w+)$")
 _STAGES = re.compile(r"out_features must be a subset of stage_names: (\[.*?\]) got (\[.*?\])")
 _LAYERS_OF = re.compile(r"`[\w.]+` \((\d+)\) must be equal to the number of `([\w.]+)` \((\d+)\)")
 _INDEX_LAYERS = re.compile(r"`(?:\w+\.)?(\w+)` \[[\d, ]+\] must index the (\d+) layers")
@@ -290,6 +293,11 @@ def _repair(fields: dict[str, Any], default: PreTrainedConfig, message: str) -> 
                     inside = part if inside is not part and not where else inside
                     inside[name] = int(wanted)
                     changed = True
+    for name, wanted in _MUST_MATCH.findall(message):
+        for part in _parts(fields):
+            if name in part and wanted in part and part[name] != part[wanted]:
+                part[name] = part[wanted]
+                changed = True
     for known, asked in _STAGES.findall(message):
         stages, features = (re.findall(r"'([^']+)'", found) for found in (known, asked))
         for part in _parts(fields):
