@@ -282,8 +282,8 @@ def _direct_calls(layer: AttentionLayer, width: int) -> Iterator[Call]:
                         kwargs[name] = torch.zeros(2 * layer.heads.num_attention_heads, 1, tokens)
                     elif needed and layer.kind == "cross" and name in ("key", "value"):
                         # Twice as many, since rotations of queries are repeated for the keys of several images.
-                        other = (*shape[:-2], 2 * tokens, layer.input_width("key"))
-                        kwargs[name] = torch.randn(other, generator=generator)
+                        leading = [*shape[:-2], 2 * tokens]
+                        kwargs[name] = torch.randn([*leading, layer.input_width("key")], generator=generator)
                     elif needed:
                         # One tensor is one stream; other arguments are other streams.
                         same = layer.kind == "self" and name in ("query", "key", "value")
