@@ -1,6 +1,7 @@
 """The table against the forward pass: W_q and W_k of every head, by value."""
 
 import inspect
+import re
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -12,12 +13,15 @@ from hf_symqk.attention import AttentionLayer, survey_attention
 from hf_symqk.attention.catching import catch_logits
 from hf_symqk.attention.probing import Call, ProbedAttention, ProbingError, capture_calls, probe_attention
 
-from .building import inputs_of
+from .inputs import InputTries
 
 
 __all__ = ["Verdict", "compare_layer", "compare_model"]
 
 _TOLERANCE = 2e-4  # relative to the largest weight; norms with eps 1e-5 alone make 1e-5
+
+# What probing says of a response that no matrix for one token can give.
+_MIXED = re.compile(r"not linear|other tokens reach the same place")
 
 Outcome = Literal["proven", "product", "wrong", "unproven"]
 
@@ -65,10 +69,13 @@ def compare_layer(layer: AttentionLayer, probed: list[ProbedAttention]) -> Verdi
 
 def _compare(w_q: Tensor, w_k: Tensor, probed: ProbedAttention) -> Verdict:
     route = f"{probed.route}, {probed.slots} slots, {probed.kind}"
-    if len(w_q) % len(w_k) or probed.query.shape[0] != w_q.shape[0] or probed.key.shape[0] not in (len(w_k), len(w_q)):
+    grouped = len(w_q) // len(w_k) if len(w_q) % len(w_k) == 0 else 0
+    w_q, w_k = _copied(w_q, probed.query, probed), _copied(w_k, probed.key, probed)
+    if grouped and probed.key.shape[0] == grouped * len(w_k):
+        w_k = w_k.repeat_interleave(grouped, 0)
+    if not grouped or len(probed.query) != len(w_q) or len(probed.key) != len(w_k):
         here, there = (f"{len(one)}/{len(two)}" for one, two in ((w_q, w_k), (probed.query, probed.key)))
         return Verdict("wrong", None, f"{here} heads in the table, {there} in the forward; {route}")
-    w_k = w_k.repeat_interleave(probed.key.shape[0] // len(w_k), 0)
     if w_q.shape == probed.query.shape and w_k.shape == probed.key.shape:
         (scale_q, error_q), (scale_k, error_k) = _factor(w_q, probed.query), _factor(w_k, probed.key)
         if error_q < _TOLERANCE and error_k < _TOLERANCE and scale_q > 0 and scale_k > 0:
@@ -77,10 +84,11 @@ def _compare(w_q: Tensor, w_k: Tensor, probed: ProbedAttention) -> Verdict:
     else:
         shapes = [tuple(one.shape) for one in (w_q, w_k, probed.query, probed.key)]
         note = "shapes {}, {} against {}, {}; {}".format(*shapes, route)
-    if w_q.shape[-1] == probed.query.shape[-1] and w_k.shape[-1] == probed.key.shape[-1]:
-        heads = len(w_q)
-        ours = torch.einsum("hed,hef->hdf", w_q, w_k.repeat_interleave(heads // len(w_k), 0))
-        theirs = torch.einsum("hed,hef->hdf", probed.query, probed.key.repeat_interleave(heads // len(probed.key), 0))
+    widths = (w_q.shape[-1], w_k.shape[-1]) == (probed.query.shape[-1], probed.key.shape[-1])
+    if widths and len(w_q) >= len(w_k):
+        repeats = max(1, len(w_q) // len(w_k))
+        ours = torch.einsum("hed,hef->hdf", w_q, w_k.repeat_interleave(repeats, 0))
+        theirs = torch.einsum("hed,hef->hdf", probed.query, probed.key.repeat_interleave(repeats, 0))
         factor, error = _factor(ours, theirs)
         if error < _TOLERANCE and factor > 0:
             return Verdict("product", (factor, 1.0), route)
@@ -88,15 +96,29 @@ def _compare(w_q: Tensor, w_k: Tensor, probed: ProbedAttention) -> Verdict:
     return Verdict("wrong", None, note)
 
 
+def _copied(ours: Tensor, theirs: Tensor, probed: ProbedAttention) -> Tensor:
+    """
+    The heads of the table as often as the forward lays a token down: where windows overlap, a key stands in several of
+    them, and each copy of each head has to agree.
+    """
+    copies, left = divmod(theirs.shape[0], ours.shape[0])
+    if probed.slots == "all" or left or copies < 2 or theirs.shape[1:] != ours.shape[1:]:
+        return ours
+    tiled = [ours.repeat(copies, 1, 1), ours.repeat_interleave(copies, 0)]
+    return min(tiled, key=lambda one: _factor(one, theirs)[1])
+
+
 class Comparison(NamedTuple):
     """
-    A model: its layers and their verdicts, and softmaxes that ran outside of them, by class: those between tokens, and
-    those whose queries or keys are not projected from tokens (learned queries, channels).
+    A model: its layers and their verdicts, and softmaxes that ran outside of them, by class: those between tokens
+    (`unknown`), those whose queries or keys are no linear map of one token (`mixed`: convolved, hashed, pooled), and
+    those whose queries or keys are not projected from tokens (`other`: learned queries).
     """
 
     layers: list[AttentionLayer]
     verdicts: dict[str, Verdict]
     unknown: dict[str, str]
+    mixed: dict[str, str]
     other: dict[str, str]
     left_out: list[str]
     errors: list[str]
@@ -127,6 +149,7 @@ def compare_model(model: PreTrainedModel) -> Comparison:
         verdicts[layer.name] = _verdict(layer, call)
     known = {layer.name for layer in layers}
     unknown: dict[str, str] = {}
+    mixed: dict[str, str] = {}
     other: dict[str, str] = {}
     modules = dict(model.named_modules())
     for name in met:
@@ -139,37 +162,41 @@ def compare_model(model: PreTrainedModel) -> Comparison:
             continue
         kind = type(modules[owner]).__name__
         children = ", ".join(child for child, _ in modules[owner].named_children())
+        if any(f"{kind} ({children})" in kinds for kinds in (unknown, mixed, other)):
+            continue  # one of a kind is enough, and probing takes long where windows are many
         try:
             probed = probe_attention(modules[owner], calls[owner])[0]
             heads, width = probed.query.shape[:2]
             found = f"H {heads} G {probed.num_key_value_heads} E {width} {probed.kind} {probed.route}"
         except Exception as error:
             found = f"{type(error).__name__}: {error}"[:200]
-        kinds = other if "No softmax" in found else unknown
+        kinds = other if "No softmax" in found else mixed if _MIXED.search(found) else unknown
         kinds.setdefault(f"{kind} ({children})", f"{owner}: {found}")
-    return Comparison(layers, verdicts, unknown, other, left_out, errors)
+    return Comparison(layers, verdicts, unknown, mixed, other, left_out, errors)
 
 
 def _verdict(layer: AttentionLayer, call: Call | None) -> Verdict:
     if layer.problem:
         return Verdict("unproven", None, f"problem: {layer.problem}")
     try:
-        width = layer.input_width("query")
+        width, key_width = layer.input_width("query"), layer.input_width("key")
     except Exception as error:
         return Verdict("unproven", None, f"{type(error).__name__}: {error}"[:300])
+    # Keys of another width come from an argument of another width.
+    widths = (width, None) if width == key_width else (None,)
     notes = [] if call is not None else ["not reached"]
     for attempt in [*([call] if call is not None else []), *_direct_calls(layer, width)]:
-        for known_width in (width, None):
+        for known_width in widths:
             try:
                 verdict = compare_layer(layer, probe_attention(layer.module, attempt, width=known_width))
                 return verdict if attempt is call else verdict._replace(note=verdict.note + ", alone")
             except ProbingError as error:
                 notes.append(f"{error}"[:300])
+                if attempt is call and "not linear" in notes[-1]:
+                    return Verdict("unproven", None, notes[-1])  # and would not be if it ran alone
                 break
             except Exception as error:
                 notes.append(f"{type(error).__name__}: {error}"[:300])
-                if width in (None, known_width):
-                    break
     return Verdict("unproven", None, "; ".join(notes[:2]))
 
 
@@ -178,40 +205,39 @@ def _run(model: PreTrainedModel, errors: list[str]) -> tuple[dict[str, Call], li
     names = {module: name for name, module in model.named_modules()}
     calls: dict[str, Call] = {}
     met: list[str] = []
+    complete: set[str] = set()
     towers = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+
+    def attempt(tower: PreTrainedModel, inputs: dict[str, Any]) -> Exception | None:
+        failure = None
+        with torch.no_grad(), capture_calls({n: m for m, n in names.items()}) as seen, catch_logits(tower) as caught:
+            try:
+                tower(**inputs)
+            except Exception as error:
+                failure = error
+        # What ran before an error is as good, unless another run gets further.
+        for name, call in seen.items():
+            if name not in calls or (failure is None and name not in complete):
+                calls[name] = call
+        if failure is None:
+            complete.update(seen)
+        met.extend(names[logits.module] for logits in caught if logits.module in names)
+        return failure
+
     for tower in towers:
         prefix = names[tower]
-        if tower is not model and (prefix in calls or any(c.startswith(prefix + ".") for c in calls)):
+        if tower is not model and (prefix in complete or any(name.startswith(prefix + ".") for name in complete)):
             continue
-        for inputs in _tries(tower):
-            try:
-                with (
-                    torch.no_grad(),
-                    capture_calls({n: m for m, n in names.items()}) as seen,
-                    catch_logits(tower) as caught,
-                ):
-                    tower(**inputs)
-            except Exception as error:
-                errors.append(f"{type(tower).__name__}: {type(error).__name__}: {error}"[:200])
-                reached = False
-            else:
-                reached = True
-            # What ran before an error is as good.
-            for name, call in seen.items():
-                calls.setdefault(name, call)
-            met += [names[logits.module] for logits in caught if logits.module in names]
-            if reached:
+        tries = InputTries(tower)
+        for inputs in tries:
+            failure = attempt(tower, inputs)
+            if failure is None:
+                for further in tries.further(inputs):
+                    attempt(tower, further)
                 break
+            errors.append(f"{type(tower).__name__}: {type(failure).__name__}: {failure}"[:200])
+            tries.failed(inputs, failure)
     return calls, list(dict.fromkeys(met))
-
-
-def _tries(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
-    inputs = inputs_of(model)
-    if inputs:
-        yield inputs
-    if len(inputs) > 1:
-        for name in inputs:
-            yield {name: inputs[name]}
 
 
 def _direct_calls(layer: AttentionLayer, width: int) -> Iterator[Call]:
@@ -256,6 +282,10 @@ def _direct_calls(layer: AttentionLayer, width: int) -> Iterator[Call]:
                         kwargs[name] = 2
                     elif needed and name in ("alibi",):
                         kwargs[name] = torch.zeros(2 * layer.heads.num_attention_heads, 1, tokens)
+                    elif needed and layer.kind == "cross" and name in ("key", "value"):
+                        # Twice as many, since rotations of queries are repeated for the keys of several images.
+                        leading = [*shape[:-2], 2 * tokens]
+                        kwargs[name] = torch.randn([*leading, layer.input_width("key")], generator=generator)
                     elif needed:
                         # One tensor is one stream; other arguments are other streams.
                         same = layer.kind == "self" and name in ("query", "key", "value")

@@ -10,7 +10,9 @@ can be stopped and taken up again.
 import argparse
 import json
 import multiprocessing
+import multiprocessing.connection
 import resource
+import signal
 import time
 import warnings
 from collections import Counter
@@ -21,21 +23,38 @@ from typing import Any
 import torch
 import transformers
 
-from .building import build, model_types, shake
+from .building import NoModelError, build, shake
 from .comparing import compare_model
+from .configs import LEVELS, model_types
 
 
 _MEMORY = 7 * 2**30  # bytes of address space a process may take
-_RANK = ("not built", "crashed", "nothing", "unknown", "none", "some", "all but unknown", "wrong", "all")
+# What a type comes to, the better the later; a mismatch at one size is not made good by another size.
+_RANK = (
+    "no model",
+    "not built",
+    "nothing",
+    "mixed",
+    "unknown",
+    "none",
+    "some",
+    "all but unknown",
+    "all but mixed",
+    "wrong",
+    "all",
+)
 
 
 def examine(model_type: str) -> Iterator[dict[str, Any]]:
     """One line of the report, better with every size that is tried. A mismatch at any size is one for good."""
     best: dict[str, Any] = {}
     errors: list[str] = []
-    for level in range(4):
+    for level in LEVELS:
         try:
             record = _examine(model_type, level)
+        except NoModelError as error:
+            yield {"type": model_type, "status": "no model", "error": str(error)}
+            return
         except Exception as error:
             record = {"type": model_type, "status": "not built", "error": f"{type(error).__name__}: {error}"[:300]}
             errors.append(f"level {level}: {record['error']}")
@@ -44,8 +63,8 @@ def examine(model_type: str) -> Iterator[dict[str, Any]]:
         yield best | {"build_errors": errors}
         if best["status"] in ("all", "wrong"):
             break
-        if level == 1 and best["status"] != "not built":
-            break
+        if level == 1 and best["status"] != "not built" and not best.get("errors"):
+            break  # it runs, and a larger one would show the same
 
 
 def _examine(model_type: str, level: int) -> dict[str, Any]:
@@ -78,6 +97,7 @@ def _examine(model_type: str, level: int) -> dict[str, Any]:
     ]
     record |= {
         "unknown": comparison.unknown,
+        "mixed": comparison.mixed,
         "other": comparison.other,
         "left_out": comparison.left_out,
         "errors": comparison.errors,
@@ -85,11 +105,12 @@ def _examine(model_type: str, level: int) -> dict[str, Any]:
     if outcomes.get("wrong"):
         status = "wrong"
     elif not comparison.verdicts:
-        status = "unknown" if comparison.unknown else "nothing"
+        status = "unknown" if comparison.unknown else "mixed" if comparison.mixed else "nothing"
     elif outcomes.get("unproven"):
         status = "some" if outcomes.get("proven") or outcomes.get("product") else "none"
     else:
-        status = "all but unknown" if comparison.unknown else "all"
+        rest = "unknown" if comparison.unknown else "mixed" if comparison.mixed else ""
+        status = f"all but {rest}" if rest else "all"
     return record | {"status": status, "seconds": round(time.monotonic() - start, 1)}
 
 
@@ -104,44 +125,86 @@ def _model_type(name: str, modules: dict[str, Any]) -> str | None:
         name = name.rpartition(".")[0]
 
 
-def _child(model_type: str, sender: Any) -> None:
+def _child(model_type: str, seconds: int, sender: Any) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
     for record in examine(model_type):
-        sender.send(record)
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        sender.send(record | {"cpu_seconds": round(used.ru_utime + used.ru_stime, 1)})
     sender.send(None)
 
 
-def run(types: list[str], output: Path, seconds: float) -> None:
-    """Examines types one after the other and appends a line for each."""
-    context = multiprocessing.get_context("fork")
-    for model_type in types:
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_child, args=(model_type, sender))
-        process.start()
+class _Examination:
+    """One type in a process of its own, which the parent may end."""
+
+    def __init__(self, model_type: str, seconds: int) -> None:
+        context = multiprocessing.get_context("fork")
+        self.record: dict[str, Any] = {"type": model_type, "status": "not built", "error": "nothing came back"}
+        self.receiver, sender = context.Pipe(duplex=False)
+        self.process = context.Process(target=_child, args=(model_type, seconds, sender))
+        self.process.start()
         sender.close()
-        record: dict[str, Any] = {"type": model_type, "status": "not built", "error": "nothing came back"}
-        deadline = time.monotonic() + seconds
+        self.seconds = seconds
+        # The processor's time is what counts; a process that sleeps is ended as well.
+        self.deadline = time.monotonic() + 5 * seconds
+
+    def receive(self) -> bool:
+        """Takes one message; whether it was the last."""
         try:
-            while receiver.poll(max(0, deadline - time.monotonic())):
-                message = receiver.recv()
-                if message is None:
-                    break
-                record = message
-            else:
-                record |= {"stopped": f"after {seconds} s"}
+            message = self.receiver.recv()
         except EOFError:
-            record |= {"stopped": "the process died"}
-        process.kill()
-        process.join()
-        with output.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        print(
-            f"{model_type:32} {record['status']:16} {record.get('outcomes', '')} {record.get('stopped', '')}",
-            flush=True,
-        )
+            self.process.join()
+            out_of_time = self.process.exitcode == -signal.SIGXCPU
+            stopped = f"after {self.seconds} s" if out_of_time else f"the process died ({self.process.exitcode})"
+            self.record |= {"stopped": stopped}
+            return True
+        if message is not None:
+            self.record = message
+        return message is None
+
+    def end(self) -> dict[str, Any]:
+        """Its record, once the process is gone."""
+        self.process.kill()
+        self.process.join()
+        self.receiver.close()
+        return self.record
+
+
+def run(types: list[str], output: Path, seconds: int = 60, workers: int = 1) -> None:
+    """
+    Examines types and appends a line for each.
+
+    Args:
+        types (`list[str]`): Model types.
+        output (`Path`): File of JSON lines.
+        seconds (`int`, *optional*, defaults to 60): Processor time that one type may take, all sizes together.
+        workers (`int`, *optional*, defaults to 1): Types at a time.
+    """
+    # Children are forked: what is imported here is imported once, and threads would not survive.
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    compare_model(build("bert"))
+    waiting = list(reversed(types))
+    running: list[_Examination] = []
+    with output.open("a") as file:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                running.append(_Examination(waiting.pop(), seconds))
+            receivers = {one.receiver: one for one in running}
+            ready = multiprocessing.connection.wait(list(receivers), timeout=5)
+            over = [one for receiver, one in receivers.items() if receiver in ready and one.receive()]
+            for one in running:
+                if one not in over and time.monotonic() > one.deadline:
+                    one.record |= {"stopped": f"asleep for {5 * seconds} s"}
+                    over.append(one)
+            for one in over:
+                running.remove(one)
+                record = one.end()
+                file.write(json.dumps(record) + "\n")
+                file.flush()
+                what = f"{record['status']:16} {record.get('outcomes', '')} {record.get('stopped', '')}"
+                print(f"{record['type']:32} {what} {record.get('cpu_seconds', '')}", flush=True)
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
@@ -163,7 +226,8 @@ def markdown(records: dict[str, dict[str, Any]]) -> str:
         layers = ", ".join(f"{number} {outcome}" for outcome, number in record.get("outcomes", {}).items())
         open_layers = [layer for layer in record.get("layers", ()) if layer["outcome"] in ("wrong", "unproven")]
         reasons = dict.fromkeys(f"{layer['class']}: {layer['note']}" for layer in open_layers)
-        reasons |= dict.fromkeys(f"{kind}: {found}" for kind, found in record.get("unknown", {}).items())
+        for unlisted in ("unknown", "mixed"):
+            reasons |= dict.fromkeys(f"{kind}: {found}" for kind, found in record.get(unlisted, {}).items())
         reasons |= dict.fromkeys([*record.get("errors", ()), record.get("error", ""), record.get("stopped", "")])
         why = "; ".join(reason for reason in reasons if reason)[:300].replace("|", "/").replace("\n", " ")
         lines.append(f"| {name} | {record['status']} | {layers} | {why} |")
@@ -176,13 +240,14 @@ def main() -> None:
     parser.add_argument("--types", nargs="*")
     parser.add_argument("--again", action="store_true", help="also types that the output has already")
     parser.add_argument("--part", default="1/1", help="i/n: every n-th type")
-    parser.add_argument("--seconds", type=float, default=90)
+    parser.add_argument("--seconds", type=int, default=60, help="processor time of one type")
+    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--markdown", type=Path, help="where to write a summary of the whole output")
     arguments = parser.parse_args()
     done = {} if arguments.again else read(arguments.output)
     number, parts = map(int, arguments.part.split("/"))
     types = (arguments.types or model_types())[number - 1 :: parts]
-    run([t for t in types if t not in done], arguments.output, arguments.seconds)
+    run([t for t in types if t not in done], arguments.output, arguments.seconds, arguments.workers)
     if arguments.markdown is not None:
         arguments.markdown.write_text(markdown(read(arguments.output)))
 

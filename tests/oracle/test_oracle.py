@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from .building import build, model_types, shake
+from .building import build, shake
 from .comparing import compare_model
+from .configs import model_types
 from .report import read, run
 
 
@@ -88,16 +89,19 @@ def test_a_wrong_table_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 # Types at whose weights the table is known to miss a learned factor of each channel or head, or a step between
 # projection and softmax. They are listed so that every other mismatch fails the test.
 KNOWN_MISMATCHES: set[str] = set()
-PARTS = 24
+PARTS = 12
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_no_type_is_read_wrongly(part: int, tmp_path: Path) -> None:
-    """Of all model types: what can be built and probed agrees with the table."""
+    """
+    Of all model types: what can be built and probed agrees with the table. Two types run at a time, each in a process
+    of its own; none is left out, since the whole takes minutes.
+    """
     output = tmp_path / "oracle.jsonl"
-    run(model_types()[part::PARTS], output, seconds=120)
+    run(model_types()[part::PARTS], output, seconds=60, workers=2)
     records = read(output)
     wrong = {name: record for name, record in records.items() if record["status"] == "wrong"}
     assert set(wrong) <= KNOWN_MISMATCHES, json.dumps(wrong, indent=1)
-    assert any(record["status"] == "all" for record in records.values())
+    assert sum(record["status"] in ("all", "all but mixed") for record in records.values()) > len(records) / 3
