@@ -44,6 +44,13 @@ for _query, _key, _value in (
     )
 
 register_qk_layout(
+    name="q_proj/k_proj, normalised before",  # norms of these names stand before the projections, as others do
+    query=Projection("q_proj", HeadRows("query")),
+    key=Projection("k_proj", HeadRows("key")),
+    value=Projection("v_proj", HeadRows("value")),
+    model_types=["blt", "blt_local_encoder", "blt_local_decoder"],
+)
+register_qk_layout(
     name="to_q/to_kv",  # conformers of Granite Speech
     query=Projection("to_q", HeadRows("query")),
     key=Projection("to_kv", HeadRows("key", ("key", "value"))),

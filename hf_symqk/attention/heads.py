@@ -12,9 +12,18 @@ from .rows import HeadShape
 __all__ = ["HEAD_DIM", "NUM_HEADS", "NUM_KEY_VALUE_HEADS", "WAY_OUT", "attribute", "head_shape", "value_of"]
 
 # Attribute names under which modules and configs of Transformers keep their head counts.
-NUM_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
+NUM_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
 NUM_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_heads", "kv_n_heads")
-HEAD_DIM = ("qk_head_dim", "head_dim", "d_head", "attention_head_size", "head_size", "key_value_proj_dim", "d_kv")
+HEAD_DIM = (
+    "qk_head_dim",
+    "head_dim",
+    "d_head",
+    "dim_head",
+    "attention_head_size",
+    "head_size",
+    "key_value_proj_dim",
+    "d_kv",
+)
 _SHARED_HEAD_DIM = "qk_rope_head_dim"
 WAY_OUT = "Describe another layout with `hf_symqk.register_qk_layout`."
 
