@@ -142,7 +142,12 @@ def _section(config: PreTrainedConfig, parts: list[str]) -> Section:
     if _first(config, own[0], number) is not None:
         names[1:3] = own[1:3]  # what is said of key heads without naming a side is then said of the other one
     per_layer = any(isinstance(value_of(config, name), list | tuple) for name in (*names[0], *names[1]))
-    heads, groups, head_dim, layers = (_first(config, entry, number) for entry in (*names[:3], names[4]))
+    heads, groups, head_dim = (_first(config, entry, number) for entry in names[:3])
+    counts = {name: count for name in names[4] if (count := _first(config, (name,), number))}
+    # A layer may be counted as several (two attentions in one, LongCat), so the smaller number is that of the list.
+    layers = next((count for name, count in counts.items() if name in own[4]), None) or min(
+        counts.values(), default=None
+    )
     if value_of(config, "multi_query") and not value_of(config, "new_decoder_architecture"):
         groups = 1  # Falcon, whatever it says of key heads
     widths = {width for name in names[3] if (width := _first(config, (name,), number))}

@@ -366,3 +366,15 @@ def test_layers_may_share_an_indexer(tmp_path):
     model = build("hy_v4")
     model.save_pretrained(tmp_path)
     assert score_checkpoint(tmp_path) == score_model(model)
+
+
+def test_layers_that_are_counted_as_several(tmp_path):
+    """LongCat's `num_hidden_layers` counts two attentions a layer: half of them are not missing, only unknown here."""
+    values = {"num_layers": 2, "num_hidden_layers": 4, "ffn_hidden_size": 40, "expert_ffn_hidden_size": 8}
+    small = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    experts = {"n_routed_experts": 2, "zero_expert_num": 1, "moe_topk": 1}
+    config = transformers.LongcatFlashConfig(
+        **{"vocab_size": 99, "hidden_size": 48, "num_attention_heads": 4, "head_dim": 16}, **values, **small, **experts
+    )
+    transformers.AutoModel.from_config(config).save_pretrained(tmp_path)
+    _refuse(tmp_path, "longcat_flash", "what only the live model knows")
