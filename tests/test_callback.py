@@ -297,7 +297,8 @@ def test_history_survives_kill_and_resume(tmp_path):
     pd.testing.assert_frame_equal(after[after.step <= 4], before[before.step <= 4])
     whole = tiny_trainer(tmp_path / "whole", [QKScoreCallback()], max_steps=8, save_steps=4)
     whole.train()
-    pd.testing.assert_frame_equal(after, read_history(tmp_path / "whole"))
+    # Two processes need not round alike, and training multiplies that; a step measured wrongly differs by a tenth.
+    pd.testing.assert_frame_equal(after, read_history(tmp_path / "whole"), rtol=1e-3, atol=1e-3)
 
 
 def test_a_fresh_run_starts_a_fresh_history(tmp_path):
