@@ -46,7 +46,7 @@ _NOT_SOFTMAX = re.compile(
 )
 _NOT_SOFTMAX_TYPES = {"autoformer", "mra", "xlstm", "yoso"}
 # Children that mix the tokens of queries and keys before attention sees them, or reduce the keys' tokens in space.
-_MIXES_TOKENS = re.compile(r"conv1d|[qk]_conv\w*|conv_qk\w*|sr|sequence_reduction|spatial_reduction")
+_MIXES_TOKENS = re.compile(r"conv1d|[qk]_s?conv\w*|conv_qk\w*|sr|sequence_reduction|spatial_reduction")
 # Attention that pools tokens by a learned probe, its only query.
 _PROBE = re.compile(r"(^|\.)head(\.attention)?$|pooling_head", re.IGNORECASE)
 # Name parts that wrappers (DDP, FSDP1, torch.compile, activation checkpointing) put between the names of a model.

@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES, BY_NAME, LAYERS, Architecture
+from oracle.building import build
 from torch import nn
 from transformers import (
     AutoModel,
@@ -317,3 +318,9 @@ def test_products_cannot_be_written():
     for write in (lambda: layer.tensors("key", write=True).__enter__(), lambda: layer.holder("key")):
         with pytest.raises(ValueError, match=r"a product \(kv_a_proj_with_mqa, kv_b_proj\)"):
             write()
+
+
+def test_convolved_keys_are_left_out():
+    """Inkling convolves its keys over the tokens: no token has a W_k of its own, whatever the projections are called."""
+    with pytest.raises(ValueError, match="k_sconv mixes tokens"):
+        survey_attention(build("inkling_text"))
