@@ -321,6 +321,6 @@ def test_products_cannot_be_written():
 
 
 def test_convolved_keys_are_left_out():
-    """Inkling convolves its keys over the tokens: no token has a W_k of its own, whatever the projections are called."""
+    """Inkling convolves its keys over the tokens: no token has a W_k of its own, whatever names say."""
     with pytest.raises(ValueError, match="k_sconv mixes tokens"):
         survey_attention(build("inkling_text"))
