@@ -22,7 +22,7 @@ _SYNONYMS = (
 )
 _SIDES = ("encoder", "decoder")
 # With what stands before them where encoder and decoder count apart (`encoder_attention_heads`).
-_HEADS = (*NUM_HEADS, "attention_heads")
+_HEADS = (*NUM_HEADS, "attention_heads", "self_attention_heads")
 _KEY_VALUE_HEADS = (*NUM_KEY_VALUE_HEADS, "key_value_heads")
 _LAYERS = ("num_hidden_layers", "layers", "num_layers", "n_layers", "n_layer")
 _WIDTH = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "true_hidden_size", "hidden_dim")
@@ -116,21 +116,26 @@ def section_of(config: PreTrainedConfig, path: str, widths: Container[int] | Non
         named = [sub for name, sub in sub_configs(config).items() if speaks_for(name, part)]
         # Part of the whole may be called after what it attends to, and be described by the whole's config.
         config = next((sub for sub in named if any(_first(part, _HEADS) for part in _with_parts(sub))), config)
-    if _first(config, _HEADS) is None:
-        # Nothing in the path names a part, as in a language model saved out of a larger model.
+    whole = _section(config, parts)
+    staged = any(_section(sub, parts).per_layer for sub in _with_parts(config) if sub is not config)
+    if whole.num_attention_heads is None or not _fits(whole, widths) or staged:
+        # Nothing in the path names a part, as in a language model saved out of a larger model, or in a backbone (which
+        # has stages of all widths).
         candidates = [sub for sub in _with_parts(config) if _first(sub, _HEADS) is not None]
-        fitting = [sub for sub in candidates if widths is None or _fits(_first(sub, _WIDTH), widths)]
+        fitting = [sub for sub in candidates if _fits(_section(sub, parts), widths)] or candidates
         sections = {_section(sub, parts) for sub in fitting}
         if len({(section.num_attention_heads, section.num_key_value_heads) for section in sections}) > 1:
             names = [name for name, sub in sub_configs(config).items() if sub in fitting]
             problem = f"the path does not say which of {', '.join(names)} in config.json speaks for it"
-            return replace(_section(config, parts), problem=problem)
+            return replace(whole, problem=problem)
         config = fitting[0] if fitting else config
     return _section(config, parts)
 
 
-def _fits(width: int | None, widths: Container[int]) -> bool:
-    return width is None or width in widths
+def _fits(section: Section, widths: Container[int] | None) -> bool:
+    """Whether a section may speak for weights of these sizes; one that counts by layers may have widths by layers."""
+    said = section.hidden_sizes
+    return widths is None or section.per_layer or not said or any(width in widths for width in said)
 
 
 def _section(config: PreTrainedConfig, parts: list[str]) -> Section:

@@ -378,3 +378,21 @@ def test_layers_that_are_counted_as_several(tmp_path):
     )
     transformers.AutoModel.from_config(config).save_pretrained(tmp_path)
     _refuse(tmp_path, "longcat_flash", "what only the live model knows")
+
+
+def test_a_backbone_does_not_get_the_heads_of_the_model_around_it(tmp_path):
+    """MaskFormer's Swin has other heads in each stage, one of them as wide as the decoder: widths cannot tell."""
+    model = build("maskformer")
+    model.save_pretrained(tmp_path)
+    name = "pixel_level_module.encoder.model.encoder.layers.1.blocks.0.attention.self"
+    layer = next(layer for layer in find_checkpoint_layers(tmp_path).layers if layer.name == name)
+    assert "does not say which of" in layer.problem
+    scores = score_checkpoint(tmp_path, layers={"transformer_module": [0, 1]})
+    assert scores.layers == tuple(layer for layer in score_model(model).layers if layer.stack == "transformer_module")
+
+
+def test_sides_that_count_heads_by_kind(tmp_path):
+    """LW-DETR's decoder has `decoder_self_attention_heads`; those of the encoder would split it otherwise."""
+    model = build("lw_detr")
+    model.save_pretrained(tmp_path)
+    assert score_checkpoint(tmp_path) == score_model(model)
