@@ -41,7 +41,7 @@ _NO_ATTENTION = re.compile(r"(Output|MLP|Mlp|Layer|Block)$")
 # and by model types, all of whose attention is of another kind.
 _NOT_SOFTMAX = re.compile(
     r"linear_?attn|linear_?attention|lightning_?attention|deltanet|indexer|channel_?attn|channel_?attention"
-    r"|global_?pointer",
+    r"|global_?pointer|assign",
     re.IGNORECASE,
 )
 _NOT_SOFTMAX_TYPES = {"autoformer", "mra", "xlstm", "yoso"}

@@ -324,3 +324,10 @@ def test_convolved_keys_are_left_out():
     """Inkling convolves its keys over the tokens: no token has a W_k of its own, whatever names say."""
     with pytest.raises(ValueError, match="k_sconv mixes tokens"):
         survey_attention(build("inkling_text"))
+
+
+def test_assignments_to_groups_are_left_out():
+    """GroupViT's groups compete for tokens, all heads in one: no attention of a query over keys."""
+    survey = survey_attention(build("groupvit_vision_model"))
+    assert not any("assign" in layer.name for layer in survey.layers)
+    assert any("assign" in line for line in survey.left_out)
