@@ -125,7 +125,10 @@ def section_of(config: PreTrainedConfig, path: str, widths: Container[int] | Non
         fitting = [sub for sub in candidates if _fits(_section(sub, parts), widths)] or candidates
         sections = {_section(sub, parts) for sub in fitting}
         if len({(section.num_attention_heads, section.num_key_value_heads) for section in sections}) > 1:
-            names = [name for name, sub in sub_configs(config).items() if sub in fitting]
+            names = [
+                name for name, sub in sub_configs(config).items() if any(part in fitting for part in _with_parts(sub))
+            ]
+            names += ["the model's own values"] if config in fitting else []
             problem = f"the path does not say which of {', '.join(names)} in config.json speaks for it"
             return replace(whole, problem=problem)
         config = fitting[0] if fitting else config
