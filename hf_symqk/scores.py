@@ -88,6 +88,11 @@ class QKScores:
         """Names of the stacks that the layers belong to, in the model's order."""
         return list(dict.fromkeys(layer.stack for layer in self.layers))
 
+    @property
+    def undefined(self) -> list[str]:
+        """Names of the layers that score NaN, because a weight is not finite or could not be read."""
+        return [layer.name for layer in self.layers if math.isnan(layer.frobenius_norm)]
+
     def summary(self, stack: str | None = None) -> dict[str, dict[str, float]]:
         """
         Median and quartiles over layers, as the paper reports them.

@@ -21,18 +21,17 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
-from transformers.utils import logging
 
 from .attention import (
     AttentionKind,
     HeadShape,
     LayerChoice,
     QKLayout,
-    describe_left_out,
     full_shape,
     outermost_model,
     select_layers,
     survey_attention,
+    warn_of_left_out,
 )
 from .bilinear import BilinearForm
 from .null_band import form_nulls
@@ -49,8 +48,6 @@ __all__ = [
     "score_model",
     "undefined_layers",
 ]
-
-logger = logging.get_logger(__name__)
 
 _GENERATING = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
@@ -173,8 +170,7 @@ def score_model(
     ```
     """
     survey = survey_attention(model)
-    if survey.left_out:
-        logger.warning_once(f"Left out of {type(model).__name__}: {describe_left_out(survey.left_out)}")
+    warn_of_left_out(model, survey.left_out)
     chosen = select_layers(survey.layers, layers=layers, attention=attention)
     whole = outermost_model(model)
     scores = QKScores(
@@ -223,8 +219,8 @@ def model_family(config: PreTrainedConfig) -> str | None:
 
 def undefined_layers(scores: QKScores) -> str | None:
     """The warning for layers whose scores are NaN, `None` if there are none."""
-    names = [layer.name for layer in scores.layers if math.isnan(layer.frobenius_norm)]
-    return f"W_qk scores are NaN where query or key weights are not finite: {', '.join(names)}." if names else None
+    names = ", ".join(scores.undefined)
+    return f"W_qk scores are NaN where query or key weights are not finite: {names}." if names else None
 
 
 def score_layers(

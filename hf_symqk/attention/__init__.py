@@ -9,6 +9,7 @@ from .finding import (
     outermost_model,
     survey_attention,
     survey_modules,
+    warn_of_left_out,
 )
 from .heads import HEAD_DIM, NUM_HEADS, NUM_KEY_VALUE_HEADS, value_of
 from .layer import AttentionLayer, HeadTensors
@@ -63,6 +64,7 @@ __all__ = [
     "survey_modules",
     "unregister_qk_layout",
     "value_of",
+    "warn_of_left_out",
     "whole_linears",
     "whole_parameters",
 ]

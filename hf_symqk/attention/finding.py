@@ -26,6 +26,7 @@ __all__ = [
     "outermost_model",
     "survey_attention",
     "survey_modules",
+    "warn_of_left_out",
 ]
 
 logger = logging.get_logger(__name__)
@@ -90,9 +91,14 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
         ValueError: if nothing is found (the message lists what was looked at), or FSDP1 shards the model.
     """
     layers, left_out = survey_attention(model)
+    warn_of_left_out(model, left_out)
+    return layers
+
+
+def warn_of_left_out(model: nn.Module, left_out: list[str]) -> None:
+    """Says once what a survey of a model left out, if anything."""
     if left_out:
         logger.warning_once(f"Left out of {type(model).__name__}: {describe_left_out(left_out)}")
-    return layers
 
 
 def survey_attention(model: nn.Module) -> AttentionSurvey:

@@ -69,14 +69,14 @@ def find_checkpoint_layers(
     """
     source, file = open_source(path_or_repo_id, revision=revision, subfolder=subfolder, token=token)
     files = WeightFiles(source, file)
-    adapter: WeightFiles | None = None
+    adapter: tuple[WeightFiles, dict[str, Any]] | None = None
     if _ADAPTER in source.files() and file is None and not files.is_adapter:
         raise ValueError(
             f"{source.name} has {_ADAPTER} but no adapter_model.safetensors or .bin. Give the path of {files.entry} "
             "to score it without the adapter."
         )
     if files.is_adapter:
-        adapter, settings = files, read_json(source, _ADAPTER)
+        adapter = files, (settings := read_json(source, _ADAPTER))
         base = settings.get("base_model_name_or_path")
         if not isinstance(base, str) or not base:
             raise ValueError(
@@ -86,7 +86,7 @@ def find_checkpoint_layers(
         files = WeightFiles(source, file)
         if files.is_adapter:
             raise ValueError(
-                f"{adapter.source.name} adapts {base}, which is an adapter itself; merge them (`merge_and_unload`)."
+                f"{adapter[0].source.name} adapts {base}, which is an adapter itself; merge them (`merge_and_unload`)."
             )
     if _CONFIG not in source.files():
         raise ValueError(
@@ -98,18 +98,18 @@ def find_checkpoint_layers(
 
 
 def _survey(
-    files: WeightFiles, config: PreTrainedConfig, adapter: WeightFiles | None, dtype: torch.dtype | None
+    files: WeightFiles,
+    config: PreTrainedConfig,
+    adapter: tuple[WeightFiles, dict[str, Any]] | None,
+    dtype: torch.dtype | None,
 ) -> CheckpointSurvey:
-    where = files.source.name if adapter is None else f"{adapter.source.name} on {files.source.name}"
+    where = files.source.name if adapter is None else f"{adapter[0].source.name} on {files.source.name}"
     reader = Reader(where)
     parameters = {name for layout in layouts() for name in layout.parameters}
     keys = _keys_by_module(places(files.files, config), parameters, where)
     beyond = beyond_the_model(keys, config)
-    keys = {
-        path: held
-        for path, held in keys.items()
-        if path not in {other for paths in beyond.values() for other in paths}
-    }
+    for path in {path for paths in beyond.values() for path in paths}:
+        del keys[path]
     attention = query_key_holders(set(keys))
     try:
         require_complete(keys, attention, config)
@@ -122,11 +122,11 @@ def _survey(
         for path in sorted(inside)
     }
     if adapter is not None:
-        adapted = _adapter(adapter, config).parts(parts, keys)
+        adapted = _adapter(*adapter, config).parts(parts, keys)
         parts |= {path: replace(parts[path], adapter=part) for path, part in adapted.items()}
     holders: dict[str, Holder | None] = dict.fromkeys(path for path, held in keys.items() if "" not in held)
     holders |= {path: _holder(part, reader) for path, part in parts.items()}
-    survey = survey_modules(attention_modules(holders, config), where)
+    survey = survey_modules(attention_modules(holders, attention, config), where)
     widths = {layer.input_width("query") for layer in survey.layers}
     layers = [_layer(layer, parts, config, widths, reader, dtype) for layer in survey.layers]
     _warn_of_norms(layers, config)
@@ -166,7 +166,7 @@ def _warn_of_norms(layers: list[CheckpointLayer], config: PreTrainedConfig) -> N
             return
 
 
-def _adapter(files: WeightFiles, config: PreTrainedConfig) -> Adapter:
+def _adapter(files: WeightFiles, settings: dict[str, Any], config: PreTrainedConfig) -> Adapter:
     # Adapters that are older than Transformers' new names have the old ones, as checkpoints do.
     paths = {key: key.removeprefix(PREFIX) for key in files.files}
     stored = files.describe(files.files)
@@ -174,7 +174,7 @@ def _adapter(files: WeightFiles, config: PreTrainedConfig) -> Adapter:
     tensors = {
         place.name: stored[key].rows(place.part, place.parts) for key, path in paths.items() for place in found[path]
     }
-    return read_adapter(read_json(files.source, _ADAPTER), tensors)
+    return read_adapter(settings, tensors)
 
 
 def _part(path: str, stored: Mapping[str, StoredTensor], config: PreTrainedConfig) -> Part:

@@ -77,7 +77,7 @@ def join(parent: str, name: str) -> str:
 
 
 def attention_modules(
-    holders: Mapping[str, Holder | None], config: PreTrainedConfig
+    holders: Mapping[str, Holder | None], attention: Mapping[str, set[str]], config: PreTrainedConfig
 ) -> list[tuple[str, nn.Module, Section | None]]:
     """
     Modules on the meta device in place of those that a live model would have, for [`survey_modules`].
@@ -85,12 +85,12 @@ def attention_modules(
     Args:
         holders (`Mapping[str, Holder | None]`): What each module with tensors holds, by path; `None` where nobody
             looked. Only those in or near attention are taken.
+        attention (`Mapping[str, set[str]]`): Attention modules among them, as [`query_key_holders`] gives them.
         config (`PreTrainedConfig`): The checkpoint's config.
 
     Returns:
         `list[tuple[str, torch.nn.Module, Section | None]]`: Path, module and what the config says of it.
     """
-    attention = query_key_holders(set(holders))
     root = _empty("checkpoint")()
     for path, holder in holders.items():
         parent, _, own_name = path.rpartition(".")
@@ -104,7 +104,12 @@ def attention_modules(
         if holder is not None and holder.is_parameter:
             module.register_parameter(own_name, _weight(holder))
             continue
-        filled = _filled(own_name, holder, section_of(config, parent))
+        if holder is not None and is_norm(own_name):
+            around_one = _NORMS_AROUND_ONE.fullmatch(section_of(config, parent).model_type or "") is not None
+            filled: nn.Module = _Norm(holder, int(around_one))
+        else:
+            filled = _empty(own_name)()
+            filled.register_parameter("weight", _weight(holder or Holder((0, 0), torch.float32)))
         before = module._modules.get(own_name)
         for child_name, child in before.named_children() if before is not None else ():
             filled.add_module(child_name, child)  # a module may hold tensors and modules
@@ -151,11 +156,3 @@ class _Norm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return hidden_states * (self.weight + self.offset)
-
-
-def _filled(name: str, holder: Holder | None, section: Section) -> nn.Module:
-    if holder is not None and is_norm(name):
-        return _Norm(holder, int(_NORMS_AROUND_ONE.fullmatch(section.model_type or "") is not None))
-    module = _empty(name)()
-    module.weight = _weight(holder or Holder((0, 0), torch.float32))
-    return module

@@ -242,9 +242,8 @@ def _skipped(scores: QKScores) -> list[str]:
 
 def _left_out(scores: QKScores) -> list[str]:
     """What the medians are not of: modules that were skipped, and layers that are not finite."""
-    undefined = [layer.name for layer in scores.layers if math.isnan(layer.frobenius_norm)]
     lines = [line.strip() for line in scores.skipped]
-    return lines + ([f"not finite: {', '.join(undefined)}"] if undefined else [])
+    return lines + ([f"not finite: {', '.join(scores.undefined)}"] if scores.undefined else [])
 
 
 def _blanks(values: pd.Series) -> list[Any]:
