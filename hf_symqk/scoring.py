@@ -26,6 +26,7 @@ from .attention import (
     AttentionKind,
     HeadShape,
     LayerChoice,
+    PlacedLayer,
     QKLayout,
     full_shape,
     outermost_model,
@@ -52,17 +53,11 @@ __all__ = [
 _GENERATING = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 
-class ScorableLayer(Protocol):
+class ScorableLayer(PlacedLayer, Protocol):
     """What scoring needs to know of a layer; [`AttentionLayer`] has it."""
 
     @property
     def name(self) -> str: ...
-    @property
-    def stack(self) -> str: ...
-    @property
-    def index(self) -> int: ...
-    @property
-    def kind(self) -> str: ...
     @property
     def layout(self) -> QKLayout: ...
     @property

@@ -23,7 +23,7 @@ from .layouts import (
     unregister_qk_layout,
 )
 from .rows import GatedRows, HeadRows, HeadShape, LatentRows, Part, RowSelector, ShardedRows, WholeRows
-from .selection import ATTENTION_KINDS, AttentionKind, LayerChoice, select_layers
+from .selection import ATTENTION_KINDS, AttentionKind, LayerChoice, PlacedLayer, select_layers
 from .tensors import full_shape, linear_shape, storage_name, whole_linears, whole_parameters
 
 
@@ -46,6 +46,7 @@ __all__ = [
     "LayerChoice",
     "LearnedScale",
     "Part",
+    "PlacedLayer",
     "Projection",
     "QKLayout",
     "RowSelector",

@@ -4,25 +4,30 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol, TypeVar
 
 
-__all__ = ["ATTENTION_KINDS", "AttentionKind", "LayerChoice", "select_layers"]
+__all__ = ["ATTENTION_KINDS", "AttentionKind", "LayerChoice", "PlacedLayer", "select_layers"]
 
 AttentionKind = Literal["self", "cross", "all"]
 ATTENTION_KINDS: tuple[AttentionKind, ...] = ("self", "cross", "all")
 LayerChoice = Sequence[int] | Mapping[str, Sequence[int]]
 
 
-class _Layer(Protocol):
+class PlacedLayer(Protocol):
+    """A layer that knows where it stands."""
+
     @property
     def stack(self) -> str: ...
     @property
     def index(self) -> int: ...
     @property
     def kind(self) -> str: ...
+
+
+class _Readable(PlacedLayer, Protocol):
     @property
     def problem(self) -> str | None: ...
 
 
-Selectable = TypeVar("Selectable", bound=_Layer)
+Selectable = TypeVar("Selectable", bound=_Readable)
 
 
 def select_layers(

@@ -93,7 +93,7 @@ def find_checkpoint_layers(
             f"{source.name} has no {_CONFIG}, which says how many heads W_q and W_k are split into. Put it beside the "
             "weights, or give the folder that holds both."
         )
-    config = read_config(source.fetch(_CONFIG), f"{source.name}: {_CONFIG}")
+    config = read_config(source, _CONFIG)
     return _survey(files, config, adapter, dtype)
 
 

@@ -1,15 +1,15 @@
 """Which part of a `config.json` speaks for a module, told from the module's path alone: no model is built."""
 
-import json
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..attention import HEAD_DIM, NUM_HEADS, NUM_KEY_VALUE_HEADS, value_of
+from .sources import Source
+from .weights import read_json
 
 
 __all__ = ["Section", "read_config", "section_of", "speaks_for", "sub_configs"]
@@ -47,14 +47,14 @@ class Section:
     problem: str | None = None
 
 
-def read_config(path: Path, name: str) -> PreTrainedConfig:
+def read_config(source: Source, file: str) -> PreTrainedConfig:
     """
     Reads a `config.json`: with the config class of Transformers where its model type has one (which knows aliases and
     the defaults that the file leaves out), else as it stands. Code of a repository is never run.
 
     Args:
-        path (`pathlib.Path`): The file.
-        name (`str`): How messages call it.
+        source (`Source`): Where the checkpoint is.
+        file (`str`): Name of the file.
 
     Returns:
         `PreTrainedConfig`
@@ -62,19 +62,15 @@ def read_config(path: Path, name: str) -> PreTrainedConfig:
     Raises:
         ValueError: if the file is no JSON object, or the config class refuses its values.
     """
-    try:
-        if not isinstance(values := json.loads(path.read_text(encoding="utf-8")), dict):
-            raise ValueError(f"{name} does not hold a JSON object but a {type(values).__name__}.")
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{name} is not a JSON file ({error}).") from error
+    read_json(source, file)  # for its errors
     # Read again by Transformers, which writes numbers that JSON does not have in a way of its own.
-    values, _ = PreTrainedConfig.get_config_dict(str(path))
+    values, _ = PreTrainedConfig.get_config_dict(str(source.fetch(file)))
     values.pop("qk_init", None)  # says how weights were drawn, not what they are
     try:
         return _as_config(values)
     except Exception as error:  # the classes raise whatever their fields' checks raise
         kind = values.get("model_type")
-        raise ValueError(f"{name} does not make a config of model type {kind!r}: {error}") from error
+        raise ValueError(f"{source.name}: {file} does not make a config of model type {kind!r}: {error}") from error
 
 
 def _as_config(values: dict[str, Any]) -> PreTrainedConfig:
