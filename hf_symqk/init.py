@@ -89,7 +89,8 @@ class SymmetricInit:
             Indices of the layers to initialise, counted within each stack (`"encoder"`, `"text_model"`, …): a sequence
             for every stack, or a mapping from stack names. All layers by default.
         attention (`str`, *optional*, defaults to `"self"`):
-            `"self"`, `"cross"` or `"all"`. Cross-attention reads two different streams.
+            `"self"`, `"cross"` or `"all"`; or self-attention of one side or direction alone: `"encoder"`, `"decoder"`,
+            `"bidirectional"` or `"causal"`. Cross-attention reads two different streams.
         distribution (`str`, *optional*):
             Redraws Q, K, V and their biases (which then differ between Q and K) before the scheme acts.
             `"kaiming_uniform"` is PyTorch's default for linear layers, ±1/√D, which the published training script used

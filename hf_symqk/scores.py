@@ -26,6 +26,13 @@ class LayerScores:
         name (`str`): Dotted path of the attention module.
         stack (`str`), index (`int`): Stack (empty if the model has one) and position of the layer in it.
         kind (`str`): `"self"` or `"cross"`.
+        role (`str` or `None`): `"encoder"` or `"decoder"`, its side of the model; `None` where neither path nor config
+            says.
+        causal (`bool` or `None`): Whether no token sees a later one. `None` for cross-attention, whose two streams
+            have no common order, where neither path nor config says, and where the inputs decide (prefix language
+            models).
+        key_source (`str`): Name of the layer whose keys this one reads (W_k is then that layer's); empty if it makes
+            its own.
         layout (`str`): Entry of the layout table that it matched.
         num_heads (`int`), num_key_value_heads (`int`), head_dim (`int`): Head counts H and G, head width E.
         symmetry (`float`): Symmetry score of the layer form `Σ_h W_q^h W_k^g(h)ᵀ`, in [−1, 1] (1 symmetric).
@@ -55,6 +62,9 @@ class LayerScores:
     head_frobenius_norm: tuple[float, ...] = ()
     symmetry_null: tuple[float, ...] = ()
     directionality_null: tuple[float, ...] = ()
+    role: str | None = None
+    causal: bool | None = None
+    key_source: str = ""
 
 
 @dataclass(frozen=True)
@@ -159,8 +169,8 @@ class QKScores:
 
         Returns:
             `pandas.DataFrame`: Columns `stack`, `layer`, (`head`,) `symmetry`, `directionality`, `frobenius_norm`,
-            `kind`, `num_heads`, `num_key_value_heads`, `head_dim`, `layout`, `name`; no rows per head if heads were
-            not scored.
+            `kind`, `role`, `causal`, `num_heads`, `num_key_value_heads`, `head_dim`, `layout`, `name`, `key_source`;
+            no rows per head if heads were not scored.
         """
         rows = []
         for layer in self.layers:
@@ -220,7 +230,7 @@ class QKScores:
         return table.to_string(index=False, float_format=lambda value: f"{value:.4f}")
 
 
-_ABOUT = ("kind", "num_heads", "num_key_value_heads", "head_dim", "layout", "name")
+_ABOUT = (*("kind", "role", "causal", "num_heads", "num_key_value_heads", "head_dim", "layout", "name"), "key_source")
 
 
 def _without_nan(value: Any) -> Any:

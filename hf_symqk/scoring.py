@@ -131,7 +131,8 @@ def score_model(
         layers (`Sequence[int]` or `Mapping[str, Sequence[int]]`, *optional*):
             Indices of the layers to score, for every stack or per stack name; all by default.
         attention (`str`, *optional*, defaults to `"self"`):
-            `"self"`, `"cross"` or `"all"`.
+            `"self"`, `"cross"` or `"all"`; or self-attention of one side or direction alone: `"encoder"`, `"decoder"`,
+            `"bidirectional"` or `"causal"`.
         heads (`bool`, *optional*, defaults to `True`):
             Whether each head is scored too.
         gamma (`float`, *optional*, defaults to 2.0):
@@ -337,6 +338,9 @@ def _layer_scores(layer: ScorableLayer, columns: list[list[float]] | None, null_
         stack=layer.stack,
         index=layer.index,
         kind=layer.kind,
+        role=layer.role,
+        causal=layer.causal,
+        key_source=layer.key_source,
         layout=layer.layout.name,
         num_heads=layer.heads.num_attention_heads,
         num_key_value_heads=layer.heads.num_key_value_heads,

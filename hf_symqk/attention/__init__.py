@@ -1,5 +1,6 @@
 """Where W_q and W_k live: the table of layouts, finding them in a model, whole tensors from sharded ones."""
 
+from .borrowing import borrowed_from
 from .finding import (
     CROSS_ATTENTION,
     LOOKS_LIKE_ATTENTION,
@@ -23,7 +24,7 @@ from .layouts import (
     unregister_qk_layout,
 )
 from .rows import GatedRows, HeadRows, HeadShape, LatentRows, Part, RowSelector, ShardedRows, WholeRows
-from .selection import ATTENTION_KINDS, AttentionKind, LayerChoice, PlacedLayer, select_layers
+from .selection import ATTENTION_KINDS, AttentionKind, LayerChoice, PlacedLayer, describe_kind, select_layers
 from .tensors import full_shape, linear_shape, storage_name, whole_linears, whole_parameters
 
 
@@ -52,6 +53,8 @@ __all__ = [
     "RowSelector",
     "ShardedRows",
     "WholeRows",
+    "borrowed_from",
+    "describe_kind",
     "describe_left_out",
     "find_attention_layers",
     "full_shape",

@@ -97,6 +97,7 @@ class Rerun:
             else:
                 values[name] = value
         self.neutral = {name: self._neutral(name, value) for name, value in values.items()}
+        self._given: tuple[Tensor, ...] = ()
         # One tensor under several names (query, key and value of torch's attention) is one stream.
         self.streams: list[list[str]] = []
         for name, value in values.items():
@@ -117,12 +118,19 @@ class Rerun:
         return _positions_at_zero(value) if _POSITIONS.search(name) else value
 
     def __call__(self, stream: list[str], hidden: Tensor) -> list[Logits]:
+        args, kwargs = self.arguments(stream, hidden)
+        with torch.no_grad(), catch_logits(self.module, norms=False, inputs=self._given) as caught:
+            self.module(*args, **kwargs)
+        return caught
+
+    def arguments(self, stream: list[str], hidden: Tensor) -> Call:
+        """The arguments of the call, one stream replaced."""
         values = {**self.neutral, **dict.fromkeys(stream, hidden)}
         # Copies, since a module may write into its arguments; one for all names of a stream.
         values = {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
         for names in self.streams:
             values |= dict.fromkeys(names, values[names[0]])
-        inputs = tuple(values[names[0]] for names in self.streams)
+        self._given = tuple(values[names[0]] for names in self.streams)
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         positional = True
@@ -135,6 +143,4 @@ class Rerun:
                 args.append(values.pop(name))
             else:
                 kwargs[name] = values.pop(name)
-        with torch.no_grad(), catch_logits(self.module, norms=False, inputs=inputs) as caught:
-            self.module(*args, **kwargs, **values)
-        return caught
+        return Call(tuple(args), kwargs | values)

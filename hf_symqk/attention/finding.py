@@ -8,7 +8,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from .borrowing import Borrower, borrowed_from
 from .heads import WAY_OUT, head_shape, value_of
+from .kinds import kind_of
 from .layer import AttentionLayer
 from .layouts import ComposedProjection, QKLayout, layouts
 from .placing import place_layers
@@ -136,12 +138,16 @@ def survey_modules(modules: list[tuple[str, nn.Module, Any]], owner: str) -> Att
     candidates = [_Candidate.of(layout) for layout in table]
     found: list[AttentionLayer] = []
     skipped: dict[str, str] = {}
+    borrowers: list[Borrower] = []
     for name, module, config in modules:
         if not module._modules:
             continue
         refuse_fsdp1(module)
-        if any(name.startswith(f"{outer.name}.") for outer in found[-1:] if outer.name):
+        if any(name.startswith(f"{outer.name}.") for outer in (*found[-1:], *borrowers[-1:]) if outer.name):
             continue  # a part of a layer, which may be built of smaller attention modules
+        if (lender := borrowed_from(name, config)) is not None:
+            borrowers.append(Borrower(name, module, config, lender))
+            continue
         layout, reason = _layout_of(name, module, config, candidates)
         if reason:
             skipped[name] = reason
@@ -151,7 +157,16 @@ def survey_modules(modules: list[tuple[str, nn.Module, Any]], owner: str) -> Att
                 heads = head_shape(name, module, layout, config)
             except ValueError as error:
                 problem = str(error)
-            found.append(AttentionLayer(name, module, layout, heads, _kind(name, module, layout), problem=problem))
+            kind = _kind(name, module, layout)
+            role, causal = kind_of(name, kind, config)
+            found.append(AttentionLayer(name, module, layout, heads, kind, problem=problem, role=role, causal=causal))
+    lenders = {layer.name: layer for layer in found}
+    for borrower in borrowers:
+        layer = borrower.layer(lenders.get(borrower.lender))
+        if layer is not None:
+            found.append(layer)
+        elif not borrower.lender:
+            skipped[borrower.name] = "its keys come from another model"
     left_out = _left_out(modules, found, skipped)
     if not found:
         raise ValueError(
@@ -234,7 +249,8 @@ def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, PreTrainedConfig |
 def _kind(name: str, module: nn.Module, layout: QKLayout) -> Literal["self", "cross"]:
     parts = name.split(".")
     numbers = [position for position, part in enumerate(parts) if part.isdigit()]
-    below_layer = ".".join(parts[numbers[-1] + 1 :] if numbers else parts[-2:])
+    # What is numbered itself bears the name of its list.
+    below_layer = ".".join((numbers and parts[numbers[-1] + 1 :]) or parts[-2:])
     # A width of 0 is unknown: weights of a checkpoint in a form that cannot be read.
     widths = {stored_widths(module, projection)[1] for projection in (layout.query, layout.key)} - {0}
     flagged = getattr(module, "is_cross_attention", False) is True
