@@ -12,19 +12,24 @@ AttentionKind = Literal["self", "cross", "all", "encoder", "decoder", "bidirecti
 LayerChoice = Sequence[int] | Mapping[str, Sequence[int]]
 
 
-class PlacedLayer(Protocol):
-    """A layer that knows where it stands."""
+class KnownKind(Protocol):
+    """A layer that knows what it is."""
 
-    @property
-    def stack(self) -> str: ...
-    @property
-    def index(self) -> int: ...
     @property
     def kind(self) -> str: ...
     @property
     def role(self) -> str | None: ...
     @property
     def causal(self) -> bool | None: ...
+
+
+class PlacedLayer(KnownKind, Protocol):
+    """A layer that knows where it stands, and whose keys it reads."""
+
+    @property
+    def stack(self) -> str: ...
+    @property
+    def index(self) -> int: ...
     @property
     def key_source(self) -> str: ...
 
@@ -85,12 +90,12 @@ def select_layers(
     return chosen
 
 
-def describe_kind(layer: PlacedLayer) -> str:
+def describe_kind(layer: KnownKind) -> str:
     """
     Kind, side and direction of a layer in a few words.
 
     Args:
-        layer ([`PlacedLayer`]): The layer.
+        layer (`KnownKind`): The layer, or its scores.
 
     Returns:
         `str`: As in `"causal self-attention (decoder)"`; what is not known is left out.

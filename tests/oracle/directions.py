@@ -134,7 +134,7 @@ def _output(module: nn.Module, rerun: Rerun, stream: list[str], hidden: Tensor, 
 def examine(model_type: str) -> Iterator[dict[str, Any]]:
     """One line for a type: of each layer what the package says and what the forward does."""
     best: dict[str, Any] = {}
-    for level in LEVELS:
+    for level in LEVELS[:2]:
         start = time.monotonic()
         try:
             record = _examine(model_type, level)
