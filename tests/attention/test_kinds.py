@@ -59,7 +59,7 @@ def test_from_path_and_config(name, config, expected):
     ],
 )
 def test_choices_reach_scores_and_init(name, attention, stacks, tmp_path):
-    """One choice means the same layers for a model, its checkpoint and the init; cross-attention is in none of them."""
+    """One choice means the same layers for a model, its checkpoint and the init, and never cross-attention."""
     model = BY_NAME[name].build(qk_init=SymmetricInit(attention=attention))
     scores = score_model(model, attention=attention)
     assert set(scores.stacks) == stacks
