@@ -65,7 +65,7 @@ def test_metadata(run: Path) -> None:
 
 
 def test_text(run: Path) -> None:
-    """The command can be pasted into a shell; init, scores with three digits, hashes and versions stand in the text."""
+    """The command can be pasted into a shell; init, scores with three digits, hashes and versions are in the text."""
     text = write_model_card(run, comparison="| a table |").text
     assert 'accelerate launch recipes/mlm.py --qk_init \'{"scheme": "symmetric", "layers": [0]}\' --seed 3' in text
     assert '`{"scheme": "symmetric", "layers": [0]}`' in text
