@@ -314,7 +314,11 @@ def test_irregular_layouts_keep_the_promise(architecture: Architecture):
             r"names the stack 'encoder'; this model has '': layers 0 to 2",
         ),
         ("bart", SymmetricInit(layers=[2]), r"asks for \[2\] of stack 'encoder'.*'decoder': layers 0 to 2"),
-        ("bert", SymmetricInit(attention="cross"), r"no cross-attention layer .* only bidirectional self-attention \(encoder\)"),
+        (
+            "bert",
+            SymmetricInit(attention="cross"),
+            r"no cross-attention layer .* only bidirectional self-attention \(encoder\)",
+        ),
         ("deepseek_v3", "symmetric", r"layers.0.self_attn.*query weight .* is a product \(q_a_proj, q_b_proj\)"),
         ("deepseek_v2", "symmetric", r"layers.0.self_attn.*key weight .*kv_b_proj.*scored but not initialised"),
         ("qwen3_next", "symmetric", r"(?s)to reach every layer, but .*GatedDeltaNet"),
@@ -367,11 +371,18 @@ def test_layers_that_the_scheme_cannot_serve_are_refused_before_writing():
         (
             "segformer",
             {"depths": [1] * 4, "hidden_sizes": [8, 8, 16, 16], "decoder_hidden_size": 16},
-            r"(?s)to reach every layer, but .*sr mixes tokens before queries and keys meet",
+            r"(?s)to reach every layer, but .*sequence_reduction mixes tokens before",
         ),
         (
             "reformer",
-            {"attn_layers": ["lsh"], "hidden_size": 32, "feed_forward_size": 16, "vocab_size": 99, "is_decoder": True},
+            {
+                "attn_layers": ["lsh"],
+                "hidden_size": 32,
+                "feed_forward_size": 16,
+                "num_attention_heads": 2,
+                "vocab_size": 99,
+                "axial_pos_embds": False,
+            },
             r"(?s)No attention layer .*query_key",
         ),
     ],

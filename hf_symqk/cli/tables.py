@@ -6,9 +6,8 @@ from typing import Any
 
 import pandas as pd
 
-from ..attention import describe_kind
 from ..history import COLUMNS
-from ..scores import METRICS, QKScores
+from ..scores import METRICS, LayerScores, QKScores
 from .report import Column, Report
 from .targets import Target
 
@@ -195,10 +194,15 @@ def _place_columns(data: pd.DataFrame) -> list[Column]:
 
 def _kind_columns(scores: QKScores, data: pd.DataFrame) -> list[Column]:
     """What each row is, where the layers are not all alike."""
-    kinds = {layer.name: describe_kind(layer) for layer in scores.layers}
+    kinds = {layer.name: _kind(layer) for layer in scores.layers}
     if len(set(kinds.values())) < 2:
         return []
     return [Column("attention", [kinds[name] for name in data["name"]])]
+
+
+def _kind(layer: LayerScores) -> str:
+    direction = {True: "causal", False: "bidirectional", None: ""}[layer.causal]
+    return ", ".join(filter(None, (layer.role, "cross" if layer.kind == "cross" else direction)))
 
 
 def _head_columns(data: pd.DataFrame) -> list[Column]:
