@@ -69,6 +69,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "informer": {"prediction_length": 8, "context_length": 16},
     "time_series_transformer": {"prediction_length": 8, "context_length": 16},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    # So few tokens that there are no keys of groups of tokens.
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 64, "heavily_compressed_attention": 128}},
     "big_bird": {"attention_type": "original_full"},
     "bigbird_pegasus": {"attention_type": "original_full"},
     "nemotron": {"num_key_value_heads": 2},
