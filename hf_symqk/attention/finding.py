@@ -299,7 +299,9 @@ def _left_out(
                 continue
             if any(f"{known}.".startswith(f"{name}.") or f"{name}.".startswith(f"{known}.") for known in within):
                 continue
-            entry = f"{type(module).__name__} (model type {value_of(config, 'model_type')!r}) with {', '.join(weights)}"
+            entry = (
+                f"{type(module).__name__} (model type {value_of(config, 'model_type')!r}) with {', '.join(weights)}"
+            )
             reason = skipped.get(name) or _reason_of_parts(name, module)
             entry += f": {reason}" if reason else ""
             names.setdefault(entry, []).append(name or "(root)")

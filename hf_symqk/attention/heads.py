@@ -90,7 +90,8 @@ def head_shape(name: str, module: nn.Module, layout: QKLayout, config: Any) -> H
         widths = [query_rows // num_heads]
     else:
         width = shapes[0][1]
-        totals = (num_heads + 2 * groups, 3 * num_heads)
+        order = getattr(layout.query.pieces[-1].rows, "order", ("query", "key", "value"))
+        totals = [sum(num_heads if part == "query" else count for part in order) for count in (groups, num_heads)]
         widths = [query_rows // total for total in totals if query_rows % total == 0]
         # Heads that fill the width are the rule.
         widths.sort(key=lambda head_dim: head_dim * num_heads != width)

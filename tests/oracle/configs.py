@@ -96,6 +96,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lw_detr": {"projector_scale_factors": [1.0]},
     "lw_detr_vit": {"num_hidden_layers": 4, "window_block_indices": [0, 2], "out_features": ["stage2", "stage4"]},
     "mimi": {"upsample_groups": 64},
+    "squeezebert": {"embedding_size": 64},
     "moonshine_streaming": {"num_key_value_heads": 4},
     "t5gemma2_text": {"dropout_rate": 0.0},
     # Two layers that share their attention, since sharing is what the class checks.
