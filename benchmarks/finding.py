@@ -38,12 +38,12 @@ def model_of(config: PreTrainedConfig) -> nn.Module:
 
 def multimodal(layers: int) -> nn.Module:
     """Text, images, sound and speech in one model: the language models that think and talk, and their towers."""
-    config = Qwen2_5OmniConfig()
-    thinker, talker = config.thinker_config, config.talker_config
-    thinker.text_config.num_hidden_layers = layers
-    talker.text_config.num_hidden_layers = layers
-    thinker.audio_config.encoder_layers = layers
-    thinker.vision_config.depth = layers
+    thinker = {
+        "text_config": {"num_hidden_layers": layers},
+        "audio_config": {"encoder_layers": layers},
+        "vision_config": {"depth": layers},
+    }
+    config = Qwen2_5OmniConfig(thinker_config=thinker, talker_config={"num_hidden_layers": layers})
     with torch.device("meta"):
         return Qwen2_5OmniForConditionalGeneration._from_config(config)
 

@@ -255,6 +255,13 @@ def _kind(name: str, module: nn.Module, layout: QKLayout) -> Literal["self", "cr
     return "cross" if flagged or len(widths) > 1 or named else "self"
 
 
+def _outwards(name: str) -> Iterator[str]:
+    """A module's name, and those of the modules around it but for the whole model."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
 def _is_linear(holder: nn.Module) -> bool:
     return linear_shape(holder) is not None
 
@@ -293,11 +300,12 @@ def _left_out(
     ]
     # Weights that stand deeper count where nothing that was told apart has them.
     for holds in (_is_linear, _holds_weights):
+        known, around = set(within), {outer for name in within for outer in _outwards(name)}
         for name, module, config in looked_at:
+            if name in around or not known.isdisjoint(_outwards(name)):
+                continue
             weights = [child for child, holder in module.named_children() if holds(holder)]
             if not weights or "sampling_offsets" in weights:  # only norms; deformable attention has no W_k
-                continue
-            if any(f"{known}.".startswith(f"{name}.") or f"{name}.".startswith(f"{known}.") for known in within):
                 continue
             entry = (
                 f"{type(module).__name__} (model type {value_of(config, 'model_type')!r}) with {', '.join(weights)}"

@@ -67,6 +67,9 @@ def linear_shape(holder: nn.Module) -> torch.Size | None:
     Raises:
         ValueError: if the module is sharded by FSDP1, which tells no shapes of its parts.
     """
+    weight = holder._parameters.get("weight") if type(holder) is nn.Linear else None
+    if type(weight) is nn.Parameter and not hasattr(weight, "ds_shape") and not hasattr(weight, "_fsdp_flattened"):
+        return weight.shape  # by far the most, at a glance
     return _storage(holder).shape(holder)
 
 
