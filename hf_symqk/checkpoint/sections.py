@@ -169,9 +169,17 @@ def _of_side(name: str, side: str) -> tuple[str, ...]:
     return (f"{side}_{name}", name.replace("num_", f"num_{side}_")) if "num_" in name else (f"{side}_{name}",)
 
 
+def _layer_config(config: PreTrainedConfig, number: int) -> Any:
+    """What a config says of one layer alone (Gemma 4), `None` where it does not."""
+    own = value_of(config, "per_layer_config")
+    return own[number] if own and number < len(own) else None
+
+
 def _first(config: PreTrainedConfig, names: tuple[str, ...], number: int = 0) -> int | None:
     for name in names:
         value = value_of(config, name)
+        if value is None:
+            value = value_of(_layer_config(config, number), name)
         if isinstance(value, list | tuple) and number < len(value):
             value = value[number]  # one value a layer, or a stage of layers
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
