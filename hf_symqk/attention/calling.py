@@ -80,6 +80,10 @@ def _positions_at_zero(value: Any) -> Any:
     return value
 
 
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one is other or (one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other))
+
+
 class Rerun:
     """An attention module that is called again and again with other hidden states."""
 
@@ -97,14 +101,15 @@ class Rerun:
             else:
                 values[name] = value
         self.neutral = {name: self._neutral(name, value) for name, value in values.items()}
-        # One tensor under several names (query, key and value of torch's attention) is one stream.
+        # One tensor under several names (query, key and value of torch's attention) is one stream, also where the
+        # same was computed twice.
         self.streams: list[list[str]] = []
         for name, value in values.items():
             if not isinstance(value, Tensor) or not value.is_floating_point() or not 2 <= value.ndim <= 5:
                 continue
             if _NO_STREAM.search(name) or (width is not None and width not in value.shape):
                 continue
-            same = next((stream for stream in self.streams if values[stream[0]] is value), None)
+            same = next((stream for stream in self.streams if _is_same(values[stream[0]], value)), None)
             if same is None:
                 self.streams.append([name])
             else:
@@ -116,8 +121,17 @@ class Rerun:
             return False if isinstance(value, bool) else None
         return _positions_at_zero(value) if _POSITIONS.search(name) else value
 
-    def __call__(self, stream: list[str], hidden: Tensor) -> list[Logits]:
-        values = {**self.neutral, **dict.fromkeys(stream, hidden)}
+    def __call__(self, hidden: Mapping[str, Tensor]) -> list[Logits]:
+        """
+        Runs the module.
+
+        Args:
+            hidden (`Mapping[str, torch.Tensor]`): By the first name of a stream, what it is to carry.
+
+        Returns:
+            `list[Logits]`: Of every softmax, in the order in which they run.
+        """
+        values = {**self.neutral, **hidden}
         # Copies, since a module may write into its arguments; one for all names of a stream.
         values = {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
         for names in self.streams:

@@ -21,11 +21,13 @@ from transformers.masking_utils import eager_mask
 __all__ = ["Logits", "catch_logits"]
 
 _NAME = "hf_symqk_probe"
-_MATMUL = {torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__}
+_MATMUL = {torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.bmm, Tensor.mm, Tensor.__matmul__}
 _BADDBMM = {torch.baddbmm, Tensor.baddbmm}
 _SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax, torch.logsumexp, Tensor.logsumexp}
 # Their results are new hidden states, no longer the product of a query and a key.
 _FORGETS = {F.linear, F.conv1d, F.conv2d, F.layer_norm, torch.addmm, *_SOFTMAX}
+_NORMS = {F.layer_norm, F.rms_norm}
+_ELLIPSIS = "αβγδεζηθ"  # labels of the dimensions that an equation leaves unnamed
 _CAUGHT: list["_Catcher"] = []
 
 
@@ -57,7 +59,7 @@ def catch_logits(model: nn.Module, *, norms: bool = True, inputs: tuple[Tensor, 
     Yields:
         `list[Logits]`: In the order in which they run.
     """
-    catcher = _Catcher(norms=norms)
+    catcher = _Catcher(norms=norms, inputs=inputs)
     with ExitStack() as stack:
         stack.enter_context(_interface(model))
         for module in model.modules():
@@ -115,9 +117,9 @@ def _attention(
 class _Catcher(TorchFunctionMode):
     """Follows products of matrices until a softmax takes them."""
 
-    def __init__(self, *, norms: bool) -> None:
+    def __init__(self, *, norms: bool, inputs: tuple[Tensor, ...]) -> None:
         super().__init__()
-        self.norms = norms
+        self.norms, self.inputs = norms, inputs
         self.logits: list[Logits] = []
         self._modules: list[nn.Module] = []
         self._products: dict[int, list[Logits]] = {}
@@ -136,8 +138,13 @@ class _Catcher(TorchFunctionMode):
             # A Python function that would hand itself over again: it is run with us watching its parts.
             with mock.patch("torch.nn.functional.has_torch_function", return_value=False), self:
                 return func(*args, **kwargs)
-        if func is F.normalize and not self.norms:
+        if not self.norms and func is F.normalize:
             return args[0]
+        if not self.norms and func in _NORMS:
+            hidden = args[0] if args else kwargs["input"]
+            weight = args[2] if len(args) > 2 else kwargs.get("weight")
+            alone = weight is None or any(hidden is tensor for tensor in self.inputs)
+            return hidden if alone else hidden * weight
         if func is F.scaled_dot_product_attention:
             query, key = (args[i] if len(args) > i else kwargs[name] for i, name in enumerate(("query", "key")))
             self.logits.append(Logits(query, key, kwargs.get("scale"), "sdpa", self._module))
@@ -186,12 +193,19 @@ class _Catcher(TorchFunctionMode):
             return None
         return Logits(left, right.mT, None, "matmul", self._module)
 
-    def _einsum(self, equation: str, *operands: Any) -> Logits | None:
+    def _einsum(self, equation: Any, *operands: Any) -> Logits | None:
+        if not isinstance(equation, str):
+            return None
         operands = tuple(operands[0]) if isinstance(operands[0], list | tuple) else operands
         terms, _, output = equation.replace(" ", "").partition("->")
         labels = terms.split(",")
-        if len(operands) != 2 or "." in equation or not output:
+        if len(operands) != 2 or len(labels) != 2 or not output:
             return None
+        unnamed = [tensor.ndim - len(own.replace("...", "")) for tensor, own in zip(operands, labels, strict=True)]
+        rest = _ELLIPSIS[: max(unnamed)] if "..." in equation else ""
+        # Aligned at the last one, as broadcasting does.
+        labels = [own.replace("...", rest[len(rest) - number :]) for own, number in zip(labels, unnamed, strict=True)]
+        output = output.replace("...", rest)
         left, right = operands
         first, second = labels
         if output[-1] in first and output[-1] not in second:
@@ -224,19 +238,36 @@ def _is_norm(module: nn.Module) -> bool:
     return named and not module._modules
 
 
+def _signs(like: Tensor) -> Tensor:
+    """Mean 0 and length 1 per channel."""
+    signs = torch.ones_like(like)
+    signs[..., 1::2] = -1
+    return signs
+
+
 @contextmanager
 def _gain_alone(norm: nn.Module, inputs: tuple[Tensor, ...]) -> Iterator[None]:
     """Replaces a norm by its learned gain: what is left when its input already has mean 0 and length 1 per channel."""
     forward = norm.forward
 
-    def gain(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def gain(*args: Any, **kwargs: Any) -> Any:
+        if not args:
+            args = (kwargs.pop(next(iter(kwargs))),)
+        hidden = args[0]
         if any(hidden is tensor for tensor in inputs):
             return hidden
         if isinstance(norm, nn.GroupNorm):
             return hidden if norm.weight is None else hidden * norm.weight.view(-1, *[1] * (hidden.ndim - 2))
-        signs = torch.ones_like(hidden)
-        signs[..., 1::2] = -1
-        return hidden * (forward(signs, *args, **kwargs) - forward(-signs, *args, **kwargs)) * signs / 2
+        signs = [_signs(hidden)]
+        plus = forward(*signs, *args[1:], **kwargs)
+        several = not isinstance(plus, Tensor)
+        if several:  # a norm of queries and keys in one
+            signs = [_signs(one) for one in args[: len(plus)]]
+            plus = forward(*signs, *args[len(plus) :], **kwargs)
+        minus = forward(*(-sign for sign in signs), *args[len(signs) :], **kwargs)
+        pairs = zip(plus, minus, strict=True) if several else [(plus, minus)]
+        results = [one * (p - m) * sign / 2 for one, sign, (p, m) in zip(args, signs, pairs, strict=False)]
+        return tuple(results) if several else results[0]
 
     own = norm.__dict__.get("forward")
     norm.__dict__["forward"] = gain

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_symqk import find_attention_layers
-from hf_symqk.attention.probing import Call, ProbedAttention, ProbingError, probe_attention, probe_model
+from hf_symqk.attention.probed import probe_model
+from hf_symqk.attention.probing import Call, ProbedAttention, ProbingError, probe_attention
 
 
 D, H, E = 12, 3, 4
@@ -229,8 +230,8 @@ def test_repeated_key_heads_count_once():
             return super().keys(hidden)[:, :1].expand(-1, H, -1, -1)
 
     (result,) = probe_attention(Grouped(), Call((torch.randn(2, 5, D),), {}))
-    assert result.key.shape[0] == H
-    assert result.num_key_value_heads == 1
+    assert result.query.shape[0] == H
+    assert result.num_key_value_heads == result.key.shape[0] == 1
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_neo"])
