@@ -151,6 +151,20 @@ class Alibi(Mixer):
         return torch.einsum("...qk,...ke->...qe", logits.softmax(-1), value)
 
 
+class KeysFirst(Mixer):
+    """Keys stand on the left, and the softmax sums over rows."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return (key @ query.mT / math.sqrt(E)).softmax(-2).mT @ value
+
+
+class KeysFirstTurned(Mixer):
+    """Keys stand on the left, and the product is turned before the softmax."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.softmax((key @ query.mT).transpose(2, 3) / math.sqrt(E), dim=3) @ value
+
+
 class Rotary(Mixer):
     """Rotations by positions that the module makes itself, one frequency a pair of channels."""
 
@@ -207,8 +221,9 @@ class Windows(Mixer):
 
 
 LINEAR = [
-    Mixer, Interleaved, Grouped, Strided, Normed, Folded, Alibi, Rotary, ChannelsFirst, Nested, Windows,
-]  # fmt: skip
+    *(Mixer, Interleaved, Grouped, Strided, Normed, Folded, Alibi),
+    *(KeysFirst, KeysFirstTurned, Rotary, ChannelsFirst, Nested, Windows),
+]
 
 
 class Block(nn.Module):

@@ -26,6 +26,11 @@ _BADDBMM = {torch.baddbmm, Tensor.baddbmm}
 _SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax, torch.logsumexp, Tensor.logsumexp}
 # Their results are new hidden states, no longer the product of a query and a key.
 _FORGETS = {F.linear, F.conv1d, F.conv2d, F.layer_norm, torch.addmm, *_SOFTMAX}
+_TURNS = {
+    *(Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes, Tensor.permute, torch.permute),
+    *(Tensor.mT.__get__, Tensor.T.__get__),
+}
+_SIZES = (2, 3, 5, 7, 11, 13, 17, 19)  # dimensions that are told apart by their sizes
 _NORMS = {F.layer_norm, F.rms_norm}
 _ELLIPSIS = "αβγδεζηθ"  # labels of the dimensions that an equation leaves unnamed
 _CAUGHT: list["_Catcher"] = []
@@ -39,6 +44,14 @@ class Logits(NamedTuple):
     scaling: float | None
     route: str
     module: nn.Module | None
+
+
+class _Product(NamedTuple):
+    """A product on its way to a softmax, and which dimensions (from the last) count its queries and its keys."""
+
+    logits: Logits
+    query_axis: int = -2
+    key_axis: int = -1
 
 
 @contextmanager
@@ -122,7 +135,7 @@ class _Catcher(TorchFunctionMode):
         self.norms, self.inputs = norms, inputs
         self.logits: list[Logits] = []
         self._modules: list[nn.Module] = []
-        self._products: dict[int, list[Logits]] = {}
+        self._products: dict[int, list[_Product]] = {}
         self._alive: list[Tensor] = []  # or ids would be used again
 
     def enter(self, module: nn.Module, args: Any) -> None:
@@ -151,7 +164,9 @@ class _Catcher(TorchFunctionMode):
             return func(*args, **kwargs)
         output = func(*args, **kwargs)
         if func in _SOFTMAX:
-            self.logits += self._products.get(id(args[0] if args else kwargs["input"]), [])
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
+            for product in self._products.get(id(args[0] if args else kwargs["input"]), []):
+                self.logits.append(_over_keys(product, dim, output.ndim))
             return output
         if func in _FORGETS:
             return output
@@ -159,11 +174,14 @@ class _Catcher(TorchFunctionMode):
         if product is not None:
             self._note(output, [product])
             return output
-        followed: list[Logits] = []
+        followed: list[_Product] = []
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
-                followed += [p for p in self._products.get(id(leaf), []) if not any(p is q for q in followed)]
+                known = [product.logits for product in followed]
+                followed += [p for p in self._products.get(id(leaf), []) if not any(p.logits is q for q in known)]
         if followed:
+            if func in _TURNS:
+                followed = [_turned(product, func, args, kwargs) for product in followed]
             targets = [args[0]] if func is Tensor.__setitem__ else tree_leaves(output)
             for target in targets:
                 if isinstance(target, Tensor):
@@ -174,11 +192,11 @@ class _Catcher(TorchFunctionMode):
     def _module(self) -> nn.Module | None:
         return self._modules[-1] if self._modules else None
 
-    def _note(self, tensor: Tensor, products: list[Logits]) -> None:
+    def _note(self, tensor: Tensor, products: list[_Product]) -> None:
         self._products[id(tensor)] = products
         self._alive.append(tensor)
 
-    def _product(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Logits | None:
+    def _product(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> _Product | None:
         if func in _MATMUL:
             left, right = (*args, *kwargs.values())[:2]
         elif func in _BADDBMM:
@@ -191,9 +209,9 @@ class _Catcher(TorchFunctionMode):
             return None
         if left.ndim < 2 or right.ndim < 2:
             return None
-        return Logits(left, right.mT, None, "matmul", self._module)
+        return _Product(Logits(left, right.mT, None, "matmul", self._module))
 
-    def _einsum(self, equation: Any, *operands: Any) -> Logits | None:
+    def _einsum(self, equation: Any, *operands: Any) -> _Product | None:
         if not isinstance(equation, str):
             return None
         operands = tuple(operands[0]) if isinstance(operands[0], list | tuple) else operands
@@ -214,9 +232,10 @@ class _Catcher(TorchFunctionMode):
         summed = [label for label in first if label in second and label not in output]
         if not summed:
             return None
-        tensors = []
+        tensors, axes = [], []
         for tensor, own in ((left, first), (right, second)):
             alone = [label for label in own if label not in shared and label not in summed]
+            axes.append(max((output.rindex(label) for label in alone if label in output), default=0) - len(output))
             order = [own.index(label) for label in (*shared, *alone, *summed)]
             tensors.append(
                 tensor.permute(order).reshape(
@@ -225,7 +244,24 @@ class _Catcher(TorchFunctionMode):
                     _size(tensor, own, summed),
                 )
             )
-        return Logits(tensors[0], tensors[1], None, "matmul", self._module)
+        return _Product(Logits(tensors[0], tensors[1], None, "matmul", self._module), *axes)
+
+
+def _turned(product: _Product, func: Callable, args: tuple, kwargs: dict[str, Any]) -> _Product:
+    """A product whose dimensions change places."""
+    sizes = _SIZES[: args[0].ndim]
+    with torch._C.DisableTorchFunction():
+        turned = func(torch.empty(sizes, device="meta"), *args[1:], **kwargs).shape
+    axes = (turned.index(sizes[axis]) - len(turned) for axis in product[1:])
+    return _Product(product.logits, *axes)
+
+
+def _over_keys(product: _Product, dim: Any, dimensions: int) -> Logits:
+    """Keys are what the softmax sums over, whichever side of the product they stood on."""
+    logits = product.logits
+    if isinstance(dim, int) and (dim if dim < 0 else dim - dimensions) == product.query_axis:
+        return logits._replace(query=logits.key, key=logits.query)
+    return logits
 
 
 def _size(tensor: Tensor, own: str, labels: list[str]) -> int:

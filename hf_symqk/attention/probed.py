@@ -254,7 +254,8 @@ def _run(modules: Mapping[str, nn.Module], inputs: Mapping[str, Any] | None) -> 
         raise ProbingError(f"{kind} has to be run, and no inputs can be made from its signature. {_GIVE_INPUTS}")
     origin = "the given inputs" if inputs is not None else "inputs made for it"
     raise ProbingError(
-        f"{kind} cannot be run with {origin} ({described}): {type(failure).__name__}: {failure} {_GIVE_INPUTS}"
+        f"{kind} cannot be run with {origin} ({described}): {type(failure).__name__}: "
+        f"{str(failure).rstrip('.')}. {_GIVE_INPUTS}"
     ) from failure
 
 
