@@ -613,8 +613,60 @@ def test_unknown_models_are_told_of_probing() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_a_compiled_model_is_probed_as_it_was_written() -> None:
-    """Compiled code would hide what reaches the softmax."""
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel])
+def test_wrappers_are_looked_through(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """Compiled code would hide what reaches the softmax, and names are those of the model inside."""
     model = Plain(Mixer)
-    (layer,) = score_model(torch.compile(model), probe=True, inputs=tokens()).layers
+    (layer,) = score_model(wrap(model), probe=True, inputs=tokens()).layers
     assert layer == score_model(model, probe=True, inputs=tokens()).layers[0]
+
+
+def test_sharded_weights_are_refused() -> None:
+    """Modules that run one by one would wait for other processes, or multiply by parts."""
+    model = Plain(Mixer)
+    model.head.weight.ds_id = 0  # what marks a parameter that DeepSpeed has partitioned
+    with pytest.raises(ValueError, match=r"Plain is sharded; probing .* needs whole weights"):
+        score_model(model, probe=True, inputs=tokens())
+
+
+def test_short_types_of_the_caller_do_not_hide_linearity() -> None:
+    """Under autocast, or with products of shorter types, rounding would look like a response that is not linear."""
+    model = Plain(Mixer)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert (
+                score_model(model, probe=True, inputs=tokens(), null_band=False).layers[0].layout == "probed (matmul)"
+            )
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    # The scores themselves are products in the caller's types; what is asked here is that W_q and W_k were found.
+    assert layer.layout == "probed (matmul)"
+
+
+class NamedLikeTheTable(Mixer):
+    """Projections with names of the table, and nothing that says how many heads there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(D, H * E), nn.Linear(D, H * E)
+
+    def split(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key = (part(hidden).unflatten(-1, (H, E)).transpose(1, 2) for part in (self.q_proj, self.k_proj))
+        return query, key, key
+
+    def weights(self) -> Forms:
+        query, key = (part.weight.detach().view(H, E, D) for part in (self.q_proj, self.k_proj))
+        return query, key
+
+
+def test_heads_that_nothing_tells_are_seen_in_the_forward() -> None:
+    """An entry that fits a module's names and not its head counts is no reading of it either."""
+    model = Plain(NamedLikeTheTable)
+    with pytest.raises(ValueError, match="neither the module nor its config says how many heads"):
+        score_model(model)
+    (layer,) = score_model(model, probe=True, inputs=tokens()).layers
+    assert layer.num_heads == H
+    check(layer, model.blocks[0].mix.weights())

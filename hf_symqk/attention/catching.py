@@ -28,7 +28,7 @@ _SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax, torch.logsumexp, Tensor.lo
 _FORGETS = {F.linear, F.conv1d, F.conv2d, F.layer_norm, torch.addmm, *_SOFTMAX}
 _TURNS = {
     *(Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes, Tensor.permute, torch.permute),
-    *(Tensor.mT.__get__, Tensor.T.__get__),
+    *(Tensor.mT.__get__, Tensor.T.__get__),  # type: ignore[attr-defined]
 }
 _SIZES = (2, 3, 5, 7, 11, 13, 17, 19)  # dimensions that are told apart by their sizes
 _NORMS = {F.layer_norm, F.rms_norm}
@@ -165,8 +165,8 @@ class _Catcher(TorchFunctionMode):
         output = func(*args, **kwargs)
         if func in _SOFTMAX:
             dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
-            for product in self._products.get(id(args[0] if args else kwargs["input"]), []):
-                self.logits.append(_over_keys(product, dim, output.ndim))
+            for taken in self._products.get(id(args[0] if args else kwargs["input"]), []):
+                self.logits.append(_over_keys(taken, dim, output.ndim))
             return output
         if func in _FORGETS:
             return output

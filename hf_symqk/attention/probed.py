@@ -68,6 +68,7 @@ class ProbedLayer:
         query (`torch.Tensor`), key (`torch.Tensor`): W_q `(H, E, D)` and W_k `(G, E, D)`.
         problem (`str` or `None`): Why there is no W_q and W_k; whoever chooses the layer is told.
         stack (`str`), index (`int`): Where it stands, as an [`AttentionLayer`] does.
+        role (`None`), causal (`None`), key_source (`str`): What a forward pass on basis vectors does not tell.
     """
 
     name: str
@@ -79,6 +80,14 @@ class ProbedLayer:
     problem: str | None = None
     stack: str = ""
     index: int = 0
+    role: None = None
+    causal: None = None
+    key_source: str = ""
+
+    @property
+    def verified(self) -> bool:
+        """Whether a forward pass has proven W_q and W_k: always, they come from it."""
+        return True
 
     @property
     def read_once(self) -> bool:

@@ -73,8 +73,9 @@ class Stream:
             together = self._together(chunk) if len(chunk) > 1 else None
             if together is None:
                 self._at_once = 1
-                together = (self.run(vectors) for vectors in chunk)
-            yield from together
+                yield from (self.run(vectors) for vectors in chunk)
+            else:
+                yield from together
 
     def _together(self, chunk: list[Tensor]) -> list[list[Logits]] | None:
         hidden = torch.cat([self.arranged(vectors) for vectors in chunk])
@@ -87,10 +88,10 @@ class Stream:
             return None
         results: list[list[Logits]] = [[] for _ in chunk]
         for one, expected in zip(caught, alone, strict=True):
-            parts = [_copies(getattr(one, side), getattr(expected, side), len(chunk)) for side in SIDES]
-            if any(part is None for part in parts):
+            queries, keys = (_copies(getattr(one, side), getattr(expected, side), len(chunk)) for side in SIDES)
+            if queries is None or keys is None:
                 return None
-            for result, query, key in zip(results, *parts, strict=True):
+            for result, query, key in zip(results, queries, keys, strict=True):
                 result.append(expected._replace(query=query, key=key))
         return results
 
