@@ -1,6 +1,7 @@
 """Running a model without leaving a trace in it."""
 
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -39,7 +40,8 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
             stack.enter_context(torch.random.fork_rng(devices=numbers, device_type=kind))
         stack.enter_context(torch.no_grad())
         stack.enter_context(_exact(devices))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if "torch._dynamo" in sys.modules:  # a slow import, without which nothing is compiled
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.callback(_restore, attributes, buffers)
         yield
 
