@@ -25,7 +25,17 @@ from .layouts import (
 )
 from .probed import ProbedLayer, ProbedSurvey, survey_by_probing
 from .probing import ProbingError
-from .rows import GatedRows, HeadRows, HeadShape, LatentRows, Part, RowSelector, ShardedRows, WholeRows
+from .rows import (
+    GatedRows,
+    HeadRows,
+    HeadShape,
+    LatentRows,
+    Part,
+    PerHeadRows,
+    RowSelector,
+    ShardedRows,
+    WholeRows,
+)
 from .selection import ATTENTION_KINDS, AttentionKind, LayerChoice, PlacedLayer, select_layers
 from .tensors import full_shape, linear_shape, storage_name, whole_linears, whole_parameters
 
@@ -49,6 +59,7 @@ __all__ = [
     "LayerChoice",
     "LearnedScale",
     "Part",
+    "PerHeadRows",
     "PlacedLayer",
     "ProbedLayer",
     "ProbedSurvey",
