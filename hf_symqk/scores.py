@@ -33,7 +33,9 @@ class LayerScores:
             models).
         key_source (`str`): Name of the layer whose keys this one reads (W_k is then that layer's); empty if it makes
             its own.
-        layout (`str`): Entry of the layout table that it matched.
+        layout (`str`): Entry of the layout table that it matched; `"probed (interface)"`, `"probed (sdpa)"` or
+            `"probed (matmul)"` where none did and W_q and W_k were caught there in the forward pass (see
+            [`score_model`]); they then hold what the forward multiplies queries or keys by.
         num_heads (`int`), num_key_value_heads (`int`), head_dim (`int`): Head counts H and G, head width E.
         symmetry (`float`): Symmetry score of the layer form `Σ_h W_q^h W_k^g(h)ᵀ`, in [−1, 1] (1 symmetric).
         directionality (`float`): Directionality score of the layer form, in [−1, 1] (negative: columns dominate).

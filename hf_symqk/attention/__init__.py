@@ -5,6 +5,7 @@ from .finding import (
     CROSS_ATTENTION,
     LOOKS_LIKE_ATTENTION,
     AttentionSurvey,
+    UnknownAttentionError,
     describe_left_out,
     find_attention_layers,
     outermost_model,
@@ -23,6 +24,8 @@ from .layouts import (
     register_qk_layout,
     unregister_qk_layout,
 )
+from .probed import ProbedLayer, ProbedSurvey, survey_by_probing
+from .probing import ProbingError
 from .rows import (
     GatedRows,
     HeadRows,
@@ -59,10 +62,14 @@ __all__ = [
     "Part",
     "PerHeadRows",
     "PlacedLayer",
+    "ProbedLayer",
+    "ProbedSurvey",
+    "ProbingError",
     "Projection",
     "QKLayout",
     "RowSelector",
     "ShardedRows",
+    "UnknownAttentionError",
     "WholeRows",
     "borrowed_from",
     "describe_kind",
@@ -76,6 +83,7 @@ __all__ = [
     "select_layers",
     "storage_name",
     "survey_attention",
+    "survey_by_probing",
     "survey_modules",
     "unregister_qk_layout",
     "value_of",

@@ -122,7 +122,7 @@ def _tokens(hidden: Tensor, slots: int) -> list[int]:
 
 
 def _output(module: nn.Module, rerun: Rerun, stream: list[str], hidden: Tensor, slots: int) -> Tensor:
-    args, kwargs = rerun.arguments(stream, hidden)
+    args, kwargs = rerun.arguments({stream[0]: hidden})
     with torch.no_grad():
         output = module(*args, **kwargs)
     for leaf in tree_leaves(output):
