@@ -6,14 +6,15 @@ old names in the files it writes; its own tables of this are asked here.
 import re
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator
+from itertools import accumulate
 from typing import NamedTuple
 
 from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import Chunk, PermuteForRope, WeightConverter, WeightRenaming
+from transformers.core_model_loading import Chunk, PermuteForRope, Split, WeightConverter, WeightRenaming
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-from .sections import speaks_for, sub_configs
+from .sections import section_of, speaks_for, sub_configs
 
 
 __all__ = ["Place", "places", "split_key"]
@@ -22,14 +23,26 @@ __all__ = ["Place", "places", "split_key"]
 _KEY = re.compile(r"^(?:(.*?)\.)?(weight\..+|[^.]+)$")
 # What a conversion may do to a tensor and leave its rows where they are. Reordering the channels of a head for another
 # rotary embedding moves those of queries and keys alike, and W_qk stays what it was.
-_HARMLESS = (Chunk, PermuteForRope)
+_HARMLESS = (Chunk, PermuteForRope, Split)
+# Models inside a model whose class neither the config nor the names tell: path and class, by the type of the whole.
+_INSIDE = {
+    "qwen2_5_omni": {
+        "thinker": "Qwen2_5OmniThinkerForConditionalGeneration",
+        "thinker.model": "Qwen2_5OmniThinkerModel",
+    },
+    "sam3": {"text_encoder.text_model": "CLIPTextModel"},
+    "shieldgemma2": {"model.model": "Gemma3ForConditionalGeneration"},
+}
+# What a model with a head calls its base, in the tables that hold for both.
+_BASE = "model."
 
 
 class Place(NamedTuple):
-    """Name that a tensor has in a model, and which of how many equal parts of its rows it is there."""
+    """Name that a tensor has in a model, and which of how many equal parts of its rows it has: `first` to `last`."""
 
     name: str
-    part: int = 0
+    first: int = 0
+    last: int = 1
     parts: int = 1
 
 
@@ -63,18 +76,38 @@ def places(keys: Iterable[str], config: PreTrainedConfig) -> dict[str, list[Plac
         for renaming in rename:
             names.update({key: renaming.rename_source_key(name)[0] for key, name in names.items()})
         converters += convert
-    return {key: _converted(name, converters) for key, name in names.items()}
+    found = {key: _converted(name, converters, config) for key, name in names.items()}
+    if _whole_class(config) == _base_class(config):
+        # Tables name what the model with a head has; Transformers takes the base's name off again for the base alone.
+        for key, alike in found.items():
+            if not key.startswith(_BASE):
+                found[key] = [place._replace(name=place.name.removeprefix(_BASE)) for place in alike]
+    return found
 
 
-def _converted(name: str, converters: list[WeightConverter]) -> list[Place]:
+def _converted(name: str, converters: list[WeightConverter], config: PreTrainedConfig) -> list[Place]:
     for converter in converters:
         renamed, matched = converter.rename_source_key(name)
         if matched is not None:
             first, *others = converter.target_patterns
-            number = 1 + len(others)
             alike = [renamed.replace(first, other, 1) for other in (first, *others)]
-            return [Place(name, part, number) for part, name in enumerate(alike)]
+            spans = _spans(converter, name, config)
+            return [Place(name, *span) for name, span in zip(alike, spans, strict=True)] if spans else [Place(name)]
     return [Place(name)]
+
+
+def _spans(converter: WeightConverter, name: str, config: PreTrainedConfig) -> list[tuple[int, int, int]]:
+    """Which parts of the rows each of the tensors gets, of how many; nothing if that cannot be told."""
+    number = len(converter.target_patterns)
+    if not any(isinstance(step, Split) for step in converter.operations):
+        return [(part, part + 1, number) for part in range(number)]
+    # One part is as large as a head.
+    section = section_of(config, name.rpartition(".")[0])
+    heads, groups = section.num_attention_heads, section.num_key_value_heads or section.num_attention_heads
+    if heads is None or groups is None or section.problem is not None:
+        return []
+    ends = list(accumulate((heads, groups, groups)))
+    return [(start, end, ends[-1]) for start, end in zip((0, *ends), ends, strict=False)]
 
 
 _Stage = tuple[list[WeightRenaming], list[WeightConverter]]
@@ -82,8 +115,7 @@ _Stage = tuple[list[WeightRenaming], list[WeightConverter]]
 
 def _stages(config: PreTrainedConfig, names: dict[str, str]) -> Iterator[_Stage]:
     """Tables of the whole model, of its base model, of its parts, and of times gone by, in Transformers' order."""
-    base = _base_class(config)
-    whole = next(iter(config.architectures or ()), base)
+    base, whole = _base_class(config), _whole_class(config)
     by_class = _table(whole)
     yield _stage(by_class or _table(config.model_type))
     if base != whole:
@@ -92,7 +124,12 @@ def _stages(config: PreTrainedConfig, names: dict[str, str]) -> Iterator[_Stage]
         prefix = first if 2 * number > len(names) else ""
         table = _table(base) or (_table(config.model_type) if by_class else None)
         yield _stage(table, scope="", prefix=prefix)
+    inside = _INSIDE.get(config.model_type, {})
+    for scope, name in inside.items():
+        yield _stage(_table(name), scope=scope)
     for scope, part in _scopes(config, names.values()).items():
+        if any(f"{path}.".startswith(f"{scope}.") for path in inside):
+            continue
         yield _stage(_table(_base_class(part)) or _table(part.model_type), scope=scope)
     yield _stage(_table("legacy"))
 
@@ -100,6 +137,10 @@ def _stages(config: PreTrainedConfig, names: dict[str, str]) -> Iterator[_Stage]
 def _base_class(config: PreTrainedConfig) -> str | None:
     base = MODEL_MAPPING_NAMES.get(config.model_type)
     return base if isinstance(base, str) or base is None else base[0]
+
+
+def _whole_class(config: PreTrainedConfig) -> str | None:
+    return next(iter(config.architectures or ()), _base_class(config))
 
 
 def _table(identifier: str | None) -> list | None:
@@ -117,7 +158,10 @@ def _stage(table: list | None, scope: str | None = None, prefix: str = "") -> _S
 
 def _keeps_rows(converter: WeightConverter) -> bool:
     by_rows = all(isinstance(step, _HARMLESS) and getattr(step, "dim", 0) == 0 for step in converter.operations)
-    return by_rows and len(converter.source_patterns) == 1
+    # Parts of different sizes are those of queries, keys and values, or of what is none of them.
+    unequal = any(isinstance(step, Split) for step in converter.operations)
+    ends = [pattern.removesuffix(".weight")[-6:] for pattern in converter.target_patterns]
+    return by_rows and len(converter.source_patterns) == 1 and (not unequal or ends == ["q_proj", "k_proj", "v_proj"])
 
 
 def _scopes(config: PreTrainedConfig, names: Iterable[str]) -> dict[str, PreTrainedConfig]:

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..attention import HEAD_DIM, NUM_HEADS, NUM_KEY_VALUE_HEADS, value_of
+from .counts import counts_of
 from .sources import Source
 from .weights import read_json
 
@@ -20,6 +21,8 @@ _SYNONYMS = (
     {"vision", "visual", "image", "img", "vit", "video"},
     {"audio", "speech", "sound"},
 )
+# Parts of models that hold what configs call otherwise: MaskFormer and its kin.
+_HOUSES = {"pixel_level_module": "backbone"}
 _SIDES = ("encoder", "decoder")
 # With what stands before them where encoder and decoder count apart (`encoder_attention_heads`).
 _HEADS = (*NUM_HEADS, "attention_heads", "self_attention_heads")
@@ -107,11 +110,17 @@ def section_of(config: PreTrainedConfig, path: str, widths: Container[int] | Non
     Returns:
         [`Section`]: With `problem` set where several parts of the config could be meant.
     """
-    parts = path.split(".")
+    parts = [_HOUSES.get(part, part) for part in path.split(".")]
+    for own in _with_parts(config) if widths is not None else ():
+        if (counts := counts_of(own, path)) is not None:
+            kind = getattr(own, "model_type", None)
+            return Section(kind, *counts, hidden_sizes=(), num_hidden_layers=None, per_layer=True)
     for part in parts:
-        named = [sub for name, sub in sub_configs(config).items() if speaks_for(name, part)]
+        named = [(name, sub) for name, sub in sub_configs(config).items() if speaks_for(name, part)]
+        # A `text_backbone` is described by the text's config.
+        named.sort(key=lambda entry: entry[0].startswith("backbone"))
         # Part of the whole may be called after what it attends to, and be described by the whole's config.
-        config = next((sub for sub in named if any(_first(part, _HEADS) for part in _with_parts(sub))), config)
+        config = next((sub for _, sub in named if any(_first(part, _HEADS) for part in _with_parts(sub))), config)
     whole = _section(config, parts)
     staged = any(_section(sub, parts).per_layer for sub in _with_parts(config) if sub is not config)
     if whole.num_attention_heads is None or not _fits(whole, widths) or staged:
