@@ -63,6 +63,8 @@ _SAM_DECODERS = tuple(
     )
 )
 
+_SEAMLESS = ("seamless_m4t", "seamless_m4t_v2")
+
 _RULES = tuple(
     _Rule(types, re.compile(path), *numbers)
     for types, path, *numbers in (
@@ -77,6 +79,20 @@ _RULES = tuple(
             None,
             lambda config: config.hidden_size // _convbert_heads(config) // 2,
         ),
+        (
+            ("edgetam_video",),
+            r"(^|\.)spatial_perceiver\.",
+            _of("perceiver_resampler_num_attention_heads"),
+            None,
+            _of("perceiver_resampler_attention_head_dim"),
+        ),
+        (
+            ("EvollaModel", "evolla"),
+            r"(^|\.)sequence_compressor_resampler\.",
+            _of("resampler_heads"),
+            None,
+            _of("resampler_dim_head"),
+        ),
         (("fun_asr_nano",), r"(^|\.)multi_modal_projector\.", _of("adaptor_config.num_attention_heads")),
         (("gemma3n_audio",), r"(^|\.)conformer\.", _of("conf_num_attention_heads")),
         (
@@ -85,6 +101,13 @@ _RULES = tuple(
             lambda config: config.encoder_attention_heads // 2,
         ),
         (_GROUNDING_DINO, r"(^|\.)decoder\.layers\.", _of("decoder_attention_heads")),
+        (
+            ("idefics_perciever",),
+            r"(^|\.)perceiver_resampler\.",
+            _of("resampler_n_heads"),
+            None,
+            _of("resampler_head_dim"),
+        ),
         (
             ("idefics2_perceiver",),
             r"(^|perceiver_resampler\.)layers\.",
@@ -101,6 +124,17 @@ _RULES = tuple(
         (("perceiver",), r"(^|\.)encoder\.cross_attention\.", _of("num_cross_attention_heads")),
         # Cross-attention is as much narrower as the config says, with as many heads.
         (_SAM_DECODERS, r"(^|\.)mask_decoder\.transformer\.", _of("num_attention_heads")),
+        (("patchtsmixer",), r"(^|\.)self_attn_layer$", _of("self_attn_heads")),
+        (_SEAMLESS, r"(^|\.)speech_encoder\.", _of("speech_encoder_attention_heads")),
+        (_SEAMLESS, r"(^|\.)text_encoder\.", _of("encoder_attention_heads")),
+        (_SEAMLESS, r"(^|\.)text_decoder\.", _of("decoder_attention_heads")),
+        (_SEAMLESS, r"(^|\.)t2u_model\.(model\.)?encoder\.", _of("t2u_encoder_attention_heads")),
+        (_SEAMLESS, r"(^|\.)t2u_model\.(model\.)?decoder\.", _of("t2u_decoder_attention_heads")),
+        (
+            ("edgetam_video", "sam2_video", "sam3_tracker_video"),
+            r"(^|\.)memory_attention\.",
+            _of("memory_attention_num_attention_heads"),
+        ),
         (("vjepa2",), r"(^|\.)predictor\.", _of("pred_num_attention_heads")),
         (("xclip",), r"(^|\.)mit\.", _of("vision_config.mit_num_attention_heads")),
         (("xclip",), r"(^|\.)prompts_generator\.", _of("prompt_num_attention_heads")),

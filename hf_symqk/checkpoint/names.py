@@ -31,7 +31,7 @@ _INSIDE = {
         "thinker.model": "Qwen2_5OmniThinkerModel",
     },
     "sam3": {"text_encoder.text_model": "CLIPTextModel"},
-    "shieldgemma2": {"model.model": "Gemma3ForConditionalGeneration"},
+    "shieldgemma2": {"model.model": "Gemma3Model"},
 }
 # What a model with a head calls its base, in the tables that hold for both.
 _BASE = "model."
