@@ -12,9 +12,9 @@ from typing import NamedTuple
 from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import Chunk, PermuteForRope, Split, WeightConverter, WeightRenaming
-from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_BACKBONE_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
-from .sections import section_of, speaks_for, sub_configs
+from .sections import HOUSES, section_of, speaks_for, sub_configs
 
 
 __all__ = ["Place", "places", "split_key"]
@@ -22,7 +22,7 @@ __all__ = ["Place", "places", "split_key"]
 # A tensor's module and its name there. What packed formats keep beside a weight is named after it (`weight.absmax`).
 _KEY = re.compile(r"^(?:(.*?)\.)?(weight\..+|[^.]+)$")
 # What a conversion may do to a tensor and leave its rows where they are. Reordering the channels of a head for another
-# rotary embedding moves those of queries and keys alike, and W_qk stays what it was.
+# rotary embedding moves those of queries and keys alike, and W_qk stays what it was, but for rounding.
 _HARMLESS = (Chunk, PermuteForRope, Split)
 # Models inside a model whose class neither the config nor the names tell: path and class, by the type of the whole.
 _INSIDE = {
@@ -31,8 +31,14 @@ _INSIDE = {
         "thinker.model": "Qwen2_5OmniThinkerModel",
     },
     "sam3": {"text_encoder.text_model": "CLIPTextModel"},
+    "unlimited_ocr_vision": {
+        "sam_encoder": "UnlimitedOcrSamVisionEncoder",
+        "vision_encoder": "UnlimitedOcrVisionEncoder",
+    },
     "shieldgemma2": {"model.model": "Gemma3Model"},
 }
+# Where in what holds a backbone it stands, if not at once.
+_IN_BACKBONES = {"backbone": "conv_encoder.model", "pixel_level_module": "encoder"}
 # What a model with a head calls its base, in the tables that hold for both.
 _BASE = "model."
 
@@ -130,6 +136,9 @@ def _stages(config: PreTrainedConfig, names: dict[str, str]) -> Iterator[_Stage]
     for scope, part in _scopes(config, names.values()).items():
         if any(f"{path}.".startswith(f"{scope}.") for path in inside):
             continue
+        backbone = _table(MODEL_FOR_BACKBONE_MAPPING_NAMES.get(part.model_type))
+        if backbone is not None and set(scope.split(".")) & set(_IN_BACKBONES):
+            yield _stage(backbone, scope=scope)
         yield _stage(_table(_base_class(part)) or _table(part.model_type), scope=scope)
     yield _stage(_table("legacy"))
 
@@ -171,8 +180,11 @@ def _scopes(config: PreTrainedConfig, names: Iterable[str]) -> dict[str, PreTrai
     for path in {name.rpartition(".")[0] for name in names} if subs else ():
         parts = path.split(".")
         for position, part in enumerate(parts):
-            found = next((sub for name, sub in subs.items() if speaks_for(name, part)), None)
+            house = HOUSES.get(part, part)
+            found = next((sub for name, sub in subs.items() if speaks_for(name, house)), None)
             if found is not None:
-                scopes[".".join(parts[: position + 1])] = found
+                scope, rest = ".".join(parts[: position + 1]), ".".join(parts[position + 1 :])
+                inner = _IN_BACKBONES.get(part, "")
+                scopes[f"{scope}.{inner}" if inner and f"{rest}.".startswith(f"{inner}.") else scope] = found
                 break
     return scopes

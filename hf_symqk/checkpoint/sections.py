@@ -13,7 +13,7 @@ from .sources import Source
 from .weights import read_json
 
 
-__all__ = ["Section", "read_config", "section_of", "speaks_for", "sub_configs"]
+__all__ = ["HOUSES", "Section", "read_config", "section_of", "speaks_for", "sub_configs"]
 
 # Words by which paths and configs call one modality.
 _SYNONYMS = (
@@ -22,7 +22,7 @@ _SYNONYMS = (
     {"audio", "speech", "sound"},
 )
 # Parts of models that hold what configs call otherwise: MaskFormer and its kin.
-_HOUSES = {"pixel_level_module": "backbone"}
+HOUSES = {"pixel_level_module": "backbone"}
 _SIDES = ("encoder", "decoder")
 # With what stands before them where encoder and decoder count apart (`encoder_attention_heads`).
 _HEADS = (*NUM_HEADS, "attention_heads", "self_attention_heads")
@@ -110,7 +110,7 @@ def section_of(config: PreTrainedConfig, path: str, widths: Container[int] | Non
     Returns:
         [`Section`]: With `problem` set where several parts of the config could be meant.
     """
-    parts = [_HOUSES.get(part, part) for part in path.split(".")]
+    parts = [HOUSES.get(part, part) for part in path.split(".")]
     for own in _with_parts(config) if widths is not None else ():
         if (counts := counts_of(own, path)) is not None:
             kind = getattr(own, "model_type", None)

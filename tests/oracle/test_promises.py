@@ -114,7 +114,7 @@ def test_a_model_that_reading_changes_is_noticed(monkeypatch: pytest.MonkeyPatch
     score = hf_symqk.score_model
 
     def changing(model: Any, **kwargs: Any) -> hf_symqk.QKScores:
-        model.train()
+        model.train(not model.training)
         return score(model, **kwargs)
 
     monkeypatch.setattr(hf_symqk, "score_model", changing)
@@ -130,7 +130,7 @@ COUNTS: list[tuple[str, dict[str, int]]] = [
     ("convbert", {"num_attention_heads": 8}),
     ("fun_asr_nano", {"adaptor_config.num_attention_heads": 2}),
     ("gemma3n_audio", {"conf_num_attention_heads": 2}),
-    ("grounding-dino", {"encoder_attention_heads": 4, "decoder_attention_heads": 8}),
+    ("grounding-dino", {"encoder_attention_heads": 8, "decoder_attention_heads": 2}),
     ("idefics", {"perceiver_config.resampler_n_heads": 2}),
     ("idefics2", {"perceiver_config.resampler_n_heads": 8}),
     ("mask2former", {"num_attention_heads": 2}),
@@ -143,10 +143,10 @@ COUNTS: list[tuple[str, dict[str, int]]] = [
         {"encoder_attention_heads": 2, "decoder_attention_heads": 8, "speech_encoder_attention_heads": 1},
     ),
     ("vjepa2", {"pred_num_attention_heads": 2}),
-    ("xclip", {"vision_config.mit_num_attention_heads": 2, "prompt_num_attention_heads": 8}),
+    ("xclip", {"vision_config.mit_num_attention_heads": 2, "prompt_num_attention_heads": 4}),
 ]
 # What Transformers calls otherwise on load, or splits into tensors of different sizes.
-NAMES = ["molmo2_text", "paddleocr_vl", "sam3", "shieldgemma2", "step3p7"]
+NAMES = ["molmo2_text", "paddleocr_vl", "sam3", "shieldgemma2"]
 OTHERS = ["ibert"]  # integers beside the weights, worked out from them
 
 
@@ -167,7 +167,8 @@ def test_files_score_like_the_model(model_type: str, changes: dict[str, int], tm
     model = type(build(model_type))._from_config(config).eval()
     shake(model)
     model.save_pretrained(tmp_path)
-    assert files_score_like_the_model(model, tmp_path).outcome == "kept"
+    finding = files_score_like_the_model(model, tmp_path)
+    assert finding.outcome == "kept", finding
 
 
 # --- every type -----------------------------------------------------------------------------------------------------
