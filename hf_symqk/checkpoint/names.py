@@ -14,7 +14,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import Chunk, PermuteForRope, Split, WeightConverter, WeightRenaming
 from transformers.models.auto.modeling_auto import MODEL_FOR_BACKBONE_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
-from .sections import HOUSES, section_of, speaks_for, sub_configs
+from .sections import parts_speaking_for, section_of, sub_configs
 
 
 __all__ = ["Place", "places", "split_key"]
@@ -176,15 +176,17 @@ def _keeps_rows(converter: WeightConverter) -> bool:
 def _scopes(config: PreTrainedConfig, names: Iterable[str]) -> dict[str, PreTrainedConfig]:
     """Paths under which the parts of a config speak, by the first component that names one."""
     scopes: dict[str, PreTrainedConfig] = {}
-    subs = sub_configs(config)
-    for path in {name.rpartition(".")[0] for name in names} if subs else ():
+    for path in {name.rpartition(".")[0] for name in names} if sub_configs(config) else ():
         parts = path.split(".")
         for position, part in enumerate(parts):
-            house = HOUSES.get(part, part)
-            found = next((sub for name, sub in subs.items() if speaks_for(name, house)), None)
-            if found is not None:
+            if found := parts_speaking_for(config, part):
                 scope, rest = ".".join(parts[: position + 1]), ".".join(parts[position + 1 :])
                 inner = _IN_BACKBONES.get(part, "")
-                scopes[f"{scope}.{inner}" if inner and f"{rest}.".startswith(f"{inner}.") else scope] = found
+                scopes[f"{scope}.{inner}" if inner and f"{rest}.".startswith(f"{inner}.") else scope] = found[0]
                 break
-    return scopes
+    # What stands beside a backbone in the same part of the model is not the backbone's.
+    return {
+        scope: part
+        for scope, part in scopes.items()
+        if not any(f"{scope}.{inner}" in scopes for inner in _IN_BACKBONES.values())
+    }

@@ -13,7 +13,7 @@ from .sources import Source
 from .weights import read_json
 
 
-__all__ = ["HOUSES", "Section", "read_config", "section_of", "speaks_for", "sub_configs"]
+__all__ = ["Section", "parts_speaking_for", "read_config", "section_of", "sub_configs"]
 
 # Words by which paths and configs call one modality.
 _SYNONYMS = (
@@ -22,7 +22,7 @@ _SYNONYMS = (
     {"audio", "speech", "sound"},
 )
 # Parts of models that hold what configs call otherwise: MaskFormer and its kin.
-HOUSES = {"pixel_level_module": "backbone"}
+_HOUSES = {"pixel_level_module": "backbone"}
 _SIDES = ("encoder", "decoder")
 # With what stands before them where encoder and decoder count apart (`encoder_attention_heads`).
 _HEADS = (*NUM_HEADS, "attention_heads", "self_attention_heads")
@@ -97,6 +97,14 @@ def sub_configs(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
     return {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
 
 
+def parts_speaking_for(config: PreTrainedConfig, part: str) -> list[PreTrainedConfig]:
+    """The configs inside a config that are named after one component of a path, the best first."""
+    subs = sub_configs(config).items()
+    named = [(name, sub) for name, sub in subs if speaks_for(name, _HOUSES.get(part, part))]
+    # A `text_backbone` is described by the text's config.
+    return [sub for _, sub in sorted(named, key=lambda entry: entry[0].startswith("backbone"))]
+
+
 def section_of(config: PreTrainedConfig, path: str, widths: Container[int] | None = None) -> Section:
     """
     Finds what a config says of the module at a path.
@@ -110,17 +118,15 @@ def section_of(config: PreTrainedConfig, path: str, widths: Container[int] | Non
     Returns:
         [`Section`]: With `problem` set where several parts of the config could be meant.
     """
-    parts = [HOUSES.get(part, part) for part in path.split(".")]
+    parts = path.split(".")
     for own in _with_parts(config) if widths is not None else ():
         if (counts := counts_of(own, path)) is not None:
             kind = getattr(own, "model_type", None)
             return Section(kind, *counts, hidden_sizes=(), num_hidden_layers=None, per_layer=True)
     for part in parts:
-        named = [(name, sub) for name, sub in sub_configs(config).items() if speaks_for(name, part)]
-        # A `text_backbone` is described by the text's config.
-        named.sort(key=lambda entry: entry[0].startswith("backbone"))
+        named = parts_speaking_for(config, part)
         # Part of the whole may be called after what it attends to, and be described by the whole's config.
-        config = next((sub for _, sub in named if any(_first(part, _HEADS) for part in _with_parts(sub))), config)
+        config = next((sub for sub in named if any(_first(part, _HEADS) for part in _with_parts(sub))), config)
     whole = _section(config, parts)
     staged = any(_section(sub, parts).per_layer for sub in _with_parts(config) if sub is not config)
     if whole.num_attention_heads is None or not _fits(whole, widths) or staged:

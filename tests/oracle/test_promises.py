@@ -174,7 +174,28 @@ def test_files_score_like_the_model(model_type: str, changes: dict[str, int], tm
 # --- every type -----------------------------------------------------------------------------------------------------
 
 # Types whose files cannot be scored, or score otherwise than the model, by outcome and reason. Every other one fails.
-KNOWN_CHECKPOINTS: dict[str, dict[str, set[str]]] = {"refused": {}, "rounded": {}}
+KNOWN_CHECKPOINTS: dict[str, dict[str, set[str]]] = {
+    "refused": {
+        "a factor that only the live module knows": {"deepseek_v4", "longcat_flash"},
+        "a layer without head counts, live as well": {
+            "apertus1p5",
+            "apertus1p5_vision_tokenizer",
+            "chameleon",
+            "chameleon_vqgan",
+        },
+        "layers that borrow keys look as if they had lost some": {"gemma4_unified_assistant"},
+        "grouped keys, which Transformers itself does not load back from its three equal parts": {"nemo_speechlm"},
+    },
+    "rounded": {
+        "loading reorders the channels of heads for another rotary embedding": {
+            "gradium_phonon_tts",
+            "kimi_k25",
+            "mistral_large4",
+            "step3p5_vision",
+            "step3p7",
+        },
+    },
+}
 PARTS = 12
 
 
