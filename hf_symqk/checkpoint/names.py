@@ -31,6 +31,10 @@ _INSIDE = {
         "thinker.model": "Qwen2_5OmniThinkerModel",
     },
     "sam3": {"text_encoder.text_model": "CLIPTextModel"},
+    "unlimited_ocr": {
+        "vision_tower.sam_encoder": "UnlimitedOcrSamVisionEncoder",
+        "vision_tower.vision_encoder": "UnlimitedOcrVisionEncoder",
+    },
     "unlimited_ocr_vision": {
         "sam_encoder": "UnlimitedOcrSamVisionEncoder",
         "vision_encoder": "UnlimitedOcrVisionEncoder",
@@ -132,7 +136,7 @@ def _stages(config: PreTrainedConfig, names: dict[str, str]) -> Iterator[_Stage]
         yield _stage(table, scope="", prefix=prefix)
     inside = _INSIDE.get(config.model_type, {})
     for scope, name in inside.items():
-        yield _stage(_table(name), scope=scope)
+        yield _stage(_table(name), scope=scope, prefix=_BASE.removesuffix("."))
     for scope, part in _scopes(config, names.values()).items():
         if any(f"{path}.".startswith(f"{scope}.") for path in inside):
             continue

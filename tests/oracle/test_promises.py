@@ -146,7 +146,7 @@ COUNTS: list[tuple[str, dict[str, int]]] = [
     ("xclip", {"vision_config.mit_num_attention_heads": 2, "prompt_num_attention_heads": 4}),
 ]
 # What Transformers calls otherwise on load, or splits into tensors of different sizes.
-NAMES = ["molmo2_text", "paddleocr_vl", "sam3", "shieldgemma2"]
+NAMES = ["molmo2_text", "paddleocr_vl", "sam3", "shieldgemma2", "unlimited_ocr"]
 OTHERS = ["ibert"]  # integers beside the weights, worked out from them
 
 
