@@ -142,7 +142,7 @@ class AttentionLayer:
                 names = ", ".join(dict.fromkeys(piece.path for piece in projection.pieces))
                 raise ValueError(
                     f"{self.name!r}: the {part} weight of layout {self.layout.name!r} is a product ({names}); it can "
-                    "be scored but not initialised."
+                    "be scored but not initialised. Choose other layers with `layers`, if there are any."
                 )
             if projection.batch_norm is not None:
                 raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig
 
 from ..attention import CROSS_ATTENTION, borrowed_from, layouts
+from .counts import length_of
 from .sections import section_of
 
 
@@ -38,7 +39,8 @@ def _stacks(paths: Iterable[str], config: PreTrainedConfig) -> dict[str, _Stack]
             continue
         name = found[1] or ""
         if name not in stacks:
-            stacks[name] = _Stack({}, section_of(config, name).num_hidden_layers or 0)
+            said = length_of(config, name)
+            stacks[name] = _Stack({}, (section_of(config, name).num_hidden_layers if said is None else said) or 0)
         stacks[name].layers.setdefault(int(found[2]), set()).add(found[3] or "")
     return stacks
 

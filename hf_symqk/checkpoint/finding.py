@@ -135,7 +135,7 @@ def _survey(
     return CheckpointSurvey(layers, left_out, config, where, files.num_parameters, reader)
 
 
-_Rows = tuple[int, int]  # which of how many equal parts of a tensor's rows
+_Rows = tuple[int, int, int]  # which of how many equal parts of a tensor's rows (see `Place`)
 
 
 def _keys_by_module(
@@ -150,7 +150,7 @@ def _keys_by_module(
             continue  # no part of W_qk, and perhaps in a file of its own
         if leaf in held:
             raise ValueError(f"{where}: {held[leaf][0]!r} and {key!r} are both {name!r} in the model.")
-        held[leaf] = (key, (rows[0], rows[1]))
+        held[leaf] = (key, (rows[0], rows[1], rows[2]))
     return keys
 
 
@@ -172,9 +172,7 @@ def _adapter(files: WeightFiles, settings: dict[str, Any], config: PreTrainedCon
     paths = {key: key.removeprefix(PREFIX) for key in files.files}
     stored = files.describe(files.files)
     found = places(paths.values(), config)
-    tensors = {
-        place.name: stored[key].rows(place.part, place.parts) for key, path in paths.items() for place in found[path]
-    }
+    tensors = {place.name: stored[key].rows(*place[1:]) for key, path in paths.items() for place in found[path]}
     return read_adapter(settings, tensors)
 
 

@@ -29,9 +29,9 @@ def score_checkpoint(
 ) -> QKScores:
     """
     Scores W_qk of every attention layer of a checkpoint from its files, reading W_q and W_k only. What
-    [`score_model`] gives for the loaded model comes out, exactly, but no model is built, no code of the repository is
-    run, and one layer's weights are held at a time (the next ones are read ahead within what it takes in fp32, or
-    64 MiB).
+    [`score_model`] gives for the loaded model comes out, exactly (but for the last digits where loading reorders the
+    channels of heads for another rotary embedding), but no model is built, no code of the repository is run, and one
+    layer's weights are held at a time (the next ones are read ahead within what it takes in fp32, or 64 MiB).
 
     Files are taken from a folder, else from the local Hub cache, else from the Hub, of which only the ranges that hold
     W_q and W_k are fetched. `pytorch_model.bin` cannot be read in part: it is downloaded as a whole.

@@ -8,11 +8,12 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..attention import HEAD_DIM, NUM_HEADS, NUM_KEY_VALUE_HEADS, value_of
+from .counts import counts_of
 from .sources import Source
 from .weights import read_json
 
 
-__all__ = ["Section", "read_config", "section_of", "speaks_for", "sub_configs"]
+__all__ = ["Section", "parts_speaking_for", "read_config", "section_of", "sub_configs"]
 
 # Words by which paths and configs call one modality.
 _SYNONYMS = (
@@ -20,6 +21,8 @@ _SYNONYMS = (
     {"vision", "visual", "image", "img", "vit", "video"},
     {"audio", "speech", "sound"},
 )
+# Parts of models that hold what configs call otherwise: MaskFormer and its kin.
+_HOUSES = {"pixel_level_module": "backbone"}
 _SIDES = ("encoder", "decoder")
 # With what stands before them where encoder and decoder count apart (`encoder_attention_heads`).
 _HEADS = (*NUM_HEADS, "attention_heads", "self_attention_heads")
@@ -95,6 +98,15 @@ def sub_configs(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
     return {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
 
 
+def parts_speaking_for(config: PreTrainedConfig, part: str) -> list[PreTrainedConfig]:
+    """The configs inside a config that are named after one component of a path, the best first."""
+    house = _HOUSES.get(part, part)
+    subs = {name: sub for name, sub in sub_configs(config).items() if speaks_for(name, house)}
+    # A `text_backbone` is described by the text's config.
+    order = sorted(subs, key=lambda name: (_nearness(name, house), not name.startswith("backbone")), reverse=True)
+    return [subs[name] for name in order]
+
+
 def section_of(config: PreTrainedConfig, path: str, widths: Container[int] | None = None) -> Section:
     """
     Finds what a config says of the module at a path.
@@ -109,9 +121,12 @@ def section_of(config: PreTrainedConfig, path: str, widths: Container[int] | Non
         [`Section`]: With `problem` set where several parts of the config could be meant.
     """
     parts = path.split(".")
+    for own in _with_parts(config) if widths is not None else ():
+        if (counts := counts_of(own, path)) is not None:
+            kind = getattr(own, "model_type", None)
+            return Section(kind, *counts, hidden_sizes=(), num_hidden_layers=None, per_layer=True)
     for part in parts:
-        subs = {name: sub for name, sub in sub_configs(config).items() if speaks_for(name, part)}
-        named = [subs[name] for name in sorted(subs, key=lambda name: _nearness(name, part), reverse=True)]
+        named = parts_speaking_for(config, part)
         # Part of the whole may be called after what it attends to, and be described by the whole's config.
         config = next((sub for sub in named if any(_first(part, _HEADS) for part in _with_parts(sub))), config)
     whole = _section(config, parts)
