@@ -185,7 +185,8 @@ def match_modules(modules: list[tuple[str, nn.Module, Any]]) -> tuple[list[Atten
         if not module._modules:
             continue
         refuse_fsdp1(module)
-        if any(name.startswith(f"{outer.name}.") for outer in (*found[-1:], *borrowers[-1:]) if outer.name):
+        outer = [layer.name for layer in found[-1:]] + [borrower.name for borrower in borrowers[-1:]]
+        if any(name.startswith(f"{around}.") for around in outer if around):
             continue  # a part of a layer, which may be built of smaller attention modules
         if (lender := borrowed_from(name, config)) is not None:
             borrowers.append(Borrower(name, module, config, lender))

@@ -156,8 +156,8 @@ def counts_of(config: PreTrainedConfig, path: str) -> HeadCounts | None:
     kind = getattr(config, "model_type", None)
     for rule in _RULES:
         if kind in rule.types and rule.path.search(path):
-            numbers = (rule.heads, rule.groups, rule.head_dim)
-            return HeadCounts(*(None if number is None else number(config) for number in numbers))
+            groups, head_dim = (None if number is None else number(config) for number in (rule.groups, rule.head_dim))
+            return HeadCounts(rule.heads(config), groups, head_dim)
     return None
 
 
