@@ -37,6 +37,9 @@ class LayerScores:
         symmetry_null, directionality_null (`tuple[float, float]`): Range in which 95 % of layers with independent
             Gaussian W_q, W_k of the same shape (and, for directionality, the same row norms of W_q and W_k) score;
             empty if it was not asked for, or there is no score.
+        verified (`bool`): Whether a forward pass has proven that W_q and W_k are read rightly: that of Transformers'
+            own model of this type, or of the model itself where it was probed. `False` also where nobody says, as in
+            files older than this field.
     """
 
     name: str
@@ -55,6 +58,7 @@ class LayerScores:
     head_frobenius_norm: tuple[float, ...] = ()
     symmetry_null: tuple[float, ...] = ()
     directionality_null: tuple[float, ...] = ()
+    verified: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,11 @@ class QKScores:
     def undefined(self) -> list[str]:
         """Names of the layers that score NaN, because a weight is not finite or could not be read."""
         return [layer.name for layer in self.layers if math.isnan(layer.frobenius_norm)]
+
+    @property
+    def unverified(self) -> list[str]:
+        """Names of the layers whose W_q and W_k no forward pass has proven to be read rightly."""
+        return [layer.name for layer in self.layers if not layer.verified]
 
     def summary(self, stack: str | None = None) -> dict[str, dict[str, float]]:
         """
@@ -159,8 +168,8 @@ class QKScores:
 
         Returns:
             `pandas.DataFrame`: Columns `stack`, `layer`, (`head`,) `symmetry`, `directionality`, `frobenius_norm`,
-            `kind`, `num_heads`, `num_key_value_heads`, `head_dim`, `layout`, `name`; no rows per head if heads were
-            not scored.
+            `kind`, `num_heads`, `num_key_value_heads`, `head_dim`, `layout`, `verified`, `name`; no rows per head if
+            heads were not scored.
         """
         rows = []
         for layer in self.layers:
@@ -217,10 +226,12 @@ class QKScores:
 
     def __str__(self) -> str:
         table = self.to_pandas()[["stack", "layer", *METRICS, "num_heads", "num_key_value_heads"]]
+        if self.unverified:
+            table[""] = ["" if layer.verified else "unverified" for layer in self.layers]
         return table.to_string(index=False, float_format=lambda value: f"{value:.4f}")
 
 
-_ABOUT = ("kind", "num_heads", "num_key_value_heads", "head_dim", "layout", "name")
+_ABOUT = ("kind", "num_heads", "num_key_value_heads", "head_dim", "layout", "verified", "name")
 
 
 def _without_nan(value: Any) -> Any:

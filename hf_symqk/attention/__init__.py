@@ -10,6 +10,7 @@ from .finding import (
     survey_attention,
     survey_modules,
     warn_of_left_out,
+    warn_of_unverified,
 )
 from .heads import HEAD_DIM, NUM_HEADS, NUM_KEY_VALUE_HEADS, value_of
 from .layer import AttentionLayer, HeadTensors
@@ -25,6 +26,7 @@ from .layouts import (
 from .rows import GatedRows, HeadRows, HeadShape, LatentRows, Part, RowSelector, ShardedRows, WholeRows
 from .selection import ATTENTION_KINDS, AttentionKind, LayerChoice, PlacedLayer, select_layers
 from .tensors import full_shape, linear_shape, storage_name, whole_linears, whole_parameters
+from .verified import describe_unverified
 
 
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
     "ShardedRows",
     "WholeRows",
     "describe_left_out",
+    "describe_unverified",
     "find_attention_layers",
     "full_shape",
     "layouts",
@@ -66,6 +69,7 @@ __all__ = [
     "unregister_qk_layout",
     "value_of",
     "warn_of_left_out",
+    "warn_of_unverified",
     "whole_linears",
     "whole_parameters",
 ]

@@ -1,7 +1,7 @@
 """Attention layers of a live model: which modules match the table, how many heads they have, where they stand."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
@@ -15,6 +15,7 @@ from .placing import place_layers
 from .projections import has_parameters, has_projection, stored_widths
 from .rows import HeadShape
 from .tensors import linear_shape, refuse_fsdp1
+from .verified import describe_unverified, is_verified
 
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "survey_attention",
     "survey_modules",
     "warn_of_left_out",
+    "warn_of_unverified",
 ]
 
 logger = logging.get_logger(__name__)
@@ -78,7 +80,8 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
     """
     Finds every attention layer of a model that the layout table knows: encoder before decoder, then by path and
     number, an order that names alone give, so that it is the same for a model and its checkpoint. A module shared by
-    several layers (ALBERT) is found once. Modules that look like attention and match no layout are named in a warning.
+    several layers (ALBERT) is found once. Modules that look like attention and match no layout are named in a warning,
+    and so are layers that are found and not proven by a forward pass.
 
     Args:
         model (`torch.nn.Module`):
@@ -92,6 +95,7 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
     """
     layers, left_out = survey_attention(model)
     warn_of_left_out(model, left_out)
+    warn_of_unverified(layers)
     return layers
 
 
@@ -99,6 +103,12 @@ def warn_of_left_out(model: nn.Module, left_out: list[str]) -> None:
     """Says once what a survey of a model left out, if anything."""
     if left_out:
         logger.warning_once(f"Left out of {type(model).__name__}: {describe_left_out(left_out)}")
+
+
+def warn_of_unverified(layers: Iterable[AttentionLayer]) -> None:
+    """Says once which kinds of layers no forward pass has proven, if any."""
+    if described := describe_unverified(layers):
+        logger.warning_once(described)
 
 
 def survey_attention(model: nn.Module) -> AttentionSurvey:
@@ -151,7 +161,13 @@ def survey_modules(modules: list[tuple[str, nn.Module, Any]], owner: str) -> Att
                 heads = head_shape(name, module, layout, config)
             except ValueError as error:
                 problem = str(error)
-            found.append(AttentionLayer(name, module, layout, heads, _kind(name, module, layout), problem=problem))
+            kind, spoken_for = _kind(name, module, layout), value_of(config, "model_type")
+            verified = is_verified(layout, module, spoken_for, kind)
+            found.append(
+                AttentionLayer(
+                    name, module, layout, heads, kind, problem=problem, model_type=spoken_for, verified=verified
+                )
+            )
     left_out = _left_out(modules, found, skipped)
     if not found:
         raise ValueError(

@@ -47,6 +47,8 @@ class AttentionLayer:
             chooses it is told.
         stack (`str`): Name of its stack (`"encoder"`, `"text_model"`, …), empty if the model has only one.
         index (`int`): Its position in the stack.
+        model_type (`str` or `None`): Model type of the config that speaks for it.
+        verified (`bool`): Whether a forward pass has proven its W_q and W_k (see `verified.py`).
     """
 
     name: str
@@ -57,6 +59,8 @@ class AttentionLayer:
     stack: str = ""
     index: int = 0
     problem: str | None = None
+    model_type: str | None = None
+    verified: bool = False
 
     def has(self, part: Part) -> bool:
         """Whether the layout says where the part (`"query"`, `"key"`, `"value"`) is, and the module has it there."""

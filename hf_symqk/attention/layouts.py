@@ -19,6 +19,7 @@ __all__ = [
     "LearnedScale",
     "Projection",
     "QKLayout",
+    "is_built_in",
     "layouts",
     "register_qk_layout",
     "unregister_qk_layout",
@@ -234,5 +235,12 @@ def layouts() -> list[QKLayout]:
     return list(reversed(_LAYOUTS.values()))
 
 
+def is_built_in(layout: QKLayout) -> bool:
+    """Whether an entry came with the package; one of the same name that somebody else registered did not."""
+    return _BUILT_IN.get(layout.name) is layout
+
+
 # At the end, since it registers its entries with the functions above.
 from . import builtin_layouts  # noqa: E402, F401
+
+_BUILT_IN = dict(_LAYOUTS)  # before anybody else adds to it
