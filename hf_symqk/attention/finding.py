@@ -172,7 +172,7 @@ def survey_modules(modules: list[tuple[str, nn.Module, Any]], owner: str) -> Att
     if not found:
         raise ValueError(
             f"No attention layer of {owner} matches a known layout. Modules looked at:\n"
-            + ("\n".join(left_out[:12]) or "  none that looks like attention")
+            + ("\n".join(left_out[:12] or ["  none that looks like attention", *_kinds_of_modules(modules)[:12]]))
             + f"\nKnown layouts: {', '.join(layout.name for layout in table)}. {WAY_OUT}"
         )
     return AttentionSurvey(place_layers(found), left_out)
@@ -258,6 +258,21 @@ def _kind(name: str, module: nn.Module, layout: QKLayout) -> Literal["self", "cr
     return "cross" if flagged or len(widths) > 1 or named else "self"
 
 
+def _holding(module: nn.Module) -> list[str]:
+    """Children that hold matrices, themselves or in what they are made of."""
+    return [child for child, holder in module.named_children() if any(p.ndim > 1 for p in holder.parameters())]
+
+
+def _kinds_of_modules(modules: list[tuple[str, nn.Module, Any]]) -> list[str]:
+    """What a model without attention mixes its tokens with: one line on each kind of module with several linear maps."""
+    kinds: dict[str, str] = {}
+    for name, module, _ in modules:
+        linear = [child for child, holder in module.named_children() if linear_shape(holder) is not None]
+        if len(linear) > 1:
+            kinds.setdefault(f"{type(module).__name__} with {', '.join(linear)}", name)
+    return [f"  {name or '(root)'}: {kind}" for kind, name in kinds.items()]
+
+
 def _left_out(
     modules: list[tuple[str, nn.Module, Any]], found: list[AttentionLayer], skipped: dict[str, str]
 ) -> list[str]:
@@ -270,7 +285,7 @@ def _left_out(
         kind = type(module).__name__
         if name not in skipped and (not LOOKS_LIKE_ATTENTION.search(kind) or _NO_ATTENTION.search(kind)):
             continue
-        weights = [child for child, holder in module.named_children() if linear_shape(holder) is not None]
+        weights = _holding(module)
         if not weights or "sampling_offsets" in weights:  # only norms; deformable attention has no W_k
             continue
         if any(f"{known}.".startswith(f"{name}.") or f"{name}.".startswith(f"{known}.") for known in within):

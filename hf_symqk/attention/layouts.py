@@ -243,4 +243,5 @@ def is_built_in(layout: QKLayout) -> bool:
 # At the end, since it registers its entries with the functions above.
 from . import builtin_layouts  # noqa: E402, F401
 
+
 _BUILT_IN = dict(_LAYOUTS)  # before anybody else adds to it

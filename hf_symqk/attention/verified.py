@@ -238,7 +238,7 @@ def describe_unverified(layers: Iterable[_Layer]) -> str:
     if not kinds:
         return ""
     return (
-        f"Unverified: {'; '.join(kinds)}. These layers have projections of known names, but no forward pass has proven "
-        "that W_q and W_k are read from them rightly. `score_model(model, probe=True)` holds them to the model's own "
-        "forward; `hf_symqk.register_qk_layout` describes them if they are read wrongly."
+        f"Unverified: {'; '.join(kinds)}. These layers have projections of known names, but no forward pass has "
+        "proven that W_q and W_k are read from them rightly. `score_model(model, probe=True)` holds them to the "
+        "model's own forward; `hf_symqk.register_qk_layout` describes them if they are read wrongly."
     )

@@ -88,7 +88,7 @@ def test_names_alone_prove_nothing() -> None:
 
 
 def test_a_registered_layout_proves_nothing() -> None:
-    """Whoever registers a layout says how it is; no forward pass has agreed, also where the model type is a known one."""
+    """Whoever registers a layout says how it is, and no forward pass has agreed, whatever the model type."""
     model = BertModel(BertConfig(**SMALL))
     register_qk_layout(
         name="of a third party",
