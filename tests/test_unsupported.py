@@ -1,4 +1,4 @@
-"""What is not supported is an error that names the module and what it holds, in scoring and in initialisation alike."""
+"""What is not supported is an error that names the module and what it holds, in scoring and initialising alike."""
 
 import pytest
 from oracle.building import build
@@ -43,7 +43,7 @@ def test_nothing_to_score(model_type: str) -> None:
     ],
 )
 def test_part_of_a_model(model_type: str, module: str, reason: str) -> None:
-    """What can be scored is; the rest is named in the scores. An init that means all layers refuses before it writes."""
+    """What can be scored is, the rest is named. An init that means all layers refuses before it writes."""
     model = build(model_type)
     scores = score_model(model)
     assert any(module in line and reason in line for line in scores.skipped)
