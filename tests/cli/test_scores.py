@@ -85,7 +85,7 @@ def test_layers_that_nothing_has_proven_are_marked(symqk):
     _, out, _ = symqk("scores", "plain", "unverified")
     heading, first, second = lines(out)
     assert (heading[-1], second[-1]) == ("unverified", "2")
-    assert len(first) == len(second) - 2  # no parameters, no mark
+    assert len(first) == len(second) + 1  # kind and parameters, and no mark
     assert out.splitlines()[-1] == f"unverified: {note}"
     _, out, err = symqk("scores", "unverified", "--csv")
     assert list(pd.read_csv(io.StringIO(out))["verified"]) == [True, False, False]
