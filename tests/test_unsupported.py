@@ -12,7 +12,6 @@ NOTHING_TO_SCORE = {
     "autoformer": ("AutoformerAttention", ["q_proj", "k_proj"]),  # correlation of series
     "inkling_text": ("InklingAttention", ["q_proj", "k_proj", "k_sconv"]),  # convolved keys
     "jetmoe": ("JetMoeAttention", ["experts", "kv_proj"]),  # queries from experts
-    "levit": ("LevitAttention", ["queries_keys_values"]),
     "mamba": ("MambaMixer", ["in_proj", "x_proj"]),  # no attention at all
     "swiftformer": ("SwiftFormerEfficientAdditiveAttention", ["to_query", "to_key"]),  # additive
     "xlstm": ("xLSTMLayer", ["q", "k", "igate_preact"]),  # linear

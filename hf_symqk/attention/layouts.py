@@ -150,6 +150,17 @@ class QKLayout:
         return (*self.query.pieces, *self.key.pieces)
 
     @property
+    def lendable(self) -> tuple[Projection, ...]:
+        """What other layers may borrow of the key: all of it, or the latent that each expands for itself."""
+        return self.key.pieces[:-1] if isinstance(self.key, ComposedProjection) else self.key.pieces
+
+    @property
+    def lent_norms(self) -> tuple[str, ...]:
+        """Names of the norms that come with what is lent."""
+        inner = self.key.norm if isinstance(self.key, ComposedProjection) else None
+        return self.key_norms if inner is None else (*self.key_norms, inner)
+
+    @property
     def inner_norms(self) -> tuple[str, ...]:
         """Names of the norms between the linear maps of composed projections."""
         composed = [part for part in (self.query, self.key) if isinstance(part, ComposedProjection)]

@@ -20,7 +20,7 @@ from .layers import CheckpointLayer, Part, needs_of
 from .names import Place, places, split_key
 from .reading import Need, Reader
 from .sections import Section, read_config, section_of
-from .skeleton import Holder, attention_modules, is_norm, is_scale, join, query_key_holders
+from .skeleton import Holder, add_borrowers, attention_modules, is_norm, is_scale, join, query_key_holders
 from .sources import open_source
 from .weights import StoredTensor, WeightFiles, read_json
 
@@ -112,6 +112,7 @@ def _survey(
     for path in {path for paths in beyond.values() for path in paths}:
         del keys[path]
     attention = query_key_holders(set(keys))
+    add_borrowers(attention, set(keys), config)
     try:
         require_complete(keys, attention, config)
     except ValueError as error:
@@ -218,9 +219,9 @@ def _layer(
     dtype: torch.dtype | None,
 ) -> CheckpointLayer:
     layout = found.layout
-    paths = [join(found.name, name) for name in (*(piece.path for piece in layout.pieces), *layout.parameters)]
-    for alternatives in (layout.query_norms, layout.key_norms, *((norm,) for norm in layout.inner_norms)):
-        paths += [path for name in alternatives if (path := join(found.name, name)) in parts][:1]
+    paths = [path for _, path in found.paths()] + [join(found.name, name) for name in layout.parameters]
+    for owner, alternatives in found.norms():
+        paths += [path for name in alternatives if (path := join(owner, name)) in parts][:1]
     own = tuple(parts[path] for path in dict.fromkeys(paths))
     found = replace(found, verified=found.verified and not _has_own_code(config))
     problem = next((part.form.problem for part in own if part.form and part.form.problem), None)
@@ -235,7 +236,7 @@ def _layer(
     problem = problem or found.problem or _disagreement(found, own[0], section, widths)
     needs: list[Need] = []
     for part in own if problem is None else ():
-        inside = [piece for piece in layout.pieces if join(found.name, piece.path) == part.path]
+        inside = [piece for piece, path in found.paths() if path == part.path]
         needs += needs_of(part, inside, found.heads)
     return CheckpointLayer(found, own, tuple(needs), reader, dtype, problem)
 

@@ -51,7 +51,8 @@ def score_checkpoint(
         layers (`Sequence[int]` or `Mapping[str, Sequence[int]]`, *optional*):
             Indices of the layers to score, for every stack or per stack name; all by default. Others are not read.
         attention (`str`, *optional*, defaults to `"self"`):
-            `"self"`, `"cross"` or `"all"`.
+            `"self"`, `"cross"` or `"all"`; or self-attention of one side or direction alone: `"encoder"`, `"decoder"`,
+            `"bidirectional"` or `"causal"`.
         heads (`bool`, *optional*, defaults to `True`):
             Whether each head is scored too.
         gamma (`float`, *optional*, defaults to 2.0):

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from ..history import COLUMNS
-from ..scores import METRICS, QKScores
+from ..scores import METRICS, LayerScores, QKScores
 from .report import Cell, Column, Report
 from .targets import Target
 
@@ -33,7 +33,7 @@ def model_report(scores: QKScores, *, heads: bool) -> Report:
         [`Report`]
     """
     data = _head_table(scores) if heads else _layer_table(scores)
-    columns = _place_columns(data)
+    columns = [*_place_columns(data), *_kind_columns(scores, data)]
     for metric in _SCORES:
         columns.append(Column(metric, data[metric].tolist(), _score))
         if not heads and any(getattr(layer, f"{metric}_null") for layer in scores.layers):
@@ -195,6 +195,19 @@ def _place_columns(data: pd.DataFrame) -> list[Column]:
     if "head" in data:
         columns.append(Column("head", _blanks(data["head"]), _whole))
     return columns
+
+
+def _kind_columns(scores: QKScores, data: pd.DataFrame) -> list[Column]:
+    """What each row is, where the layers are not all alike."""
+    kinds = {layer.name: _kind(layer) for layer in scores.layers}
+    if len(set(kinds.values())) < 2:
+        return []
+    return [Column("attention", [kinds[name] for name in data["name"]])]
+
+
+def _kind(layer: LayerScores) -> str:
+    direction = {True: "causal", False: "bidirectional", None: ""}[layer.causal]
+    return ", ".join(filter(None, (layer.role, "cross" if layer.kind == "cross" else direction)))
 
 
 def _head_columns(data: pd.DataFrame) -> list[Column]:

@@ -228,3 +228,28 @@ def test_finding_and_initialising_say_it_once(said: dict[str, None]) -> None:
 def test_the_data_are_read_once() -> None:
     """Finding layers has to stay fast: the table is parsed with the first model alone."""
     assert load_support() is load_support()
+
+
+class _Runs(OwnAttention):
+    """Reads the projections as the generic entry says, or with another order of the query's rows."""
+
+    def __init__(self, flipped: bool = False) -> None:
+        super().__init__()
+        self.num_heads, self.flipped = 4, flipped
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        q, k, v = (getattr(self, name)(hidden_states) for name in ("q_proj", "k_proj", "v_proj"))
+        q = q.flip(-1) if self.flipped else q
+        q, k, v = (x.unflatten(-1, (4, 12)).transpose(1, 2) for x in (q, k, v))
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(("flipped", "layout"), [(False, "q_proj/k_proj"), (True, "probed (sdpa)")])
+def test_probing_proves_or_replaces(flipped: bool, layout: str) -> None:
+    """The way out that the warning names: what agrees keeps its layout, what does not is read from the forward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(_Runs(flipped))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scores = score_model(model, probe=True, inputs={"input": torch.randn(2, 5, 48)})
+    assert [(layer.layout, layer.verified) for layer in scores.layers] == [(layout, True)]
