@@ -28,6 +28,7 @@ from .attention import (
     outermost_model,
     select_layers,
     survey_attention,
+    warn_of_unverified,
 )
 
 
@@ -313,6 +314,7 @@ def write_init(layers: Iterable[AttentionLayer], init: SymmetricInit) -> None:
     require_servable(layers, init)
     if not init.changes_weights:
         return
+    warn_of_unverified(layers)
     scheme = _SCHEMES[init.scheme]
     # What is redrawn is drawn alike; the model's own draw may not be.
     ratios = [_scale_ratio(layer) if init.distribution is None else 1.0 for layer in layers]

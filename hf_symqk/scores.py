@@ -46,6 +46,9 @@ class LayerScores:
         symmetry_null, directionality_null (`tuple[float, float]`): Range in which 95 % of layers with independent
             Gaussian W_q, W_k of the same shape (and, for directionality, the same row norms of W_q and W_k) score;
             empty if it was not asked for, or there is no score.
+        verified (`bool`): Whether a forward pass has proven that W_q and W_k are read rightly: that of Transformers'
+            own model of this type, or of the model itself where it was probed. `False` also where nobody says, as in
+            files older than this field.
     """
 
     name: str
@@ -67,6 +70,7 @@ class LayerScores:
     role: str | None = None
     causal: bool | None = None
     key_source: str = ""
+    verified: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,11 @@ class QKScores:
     def undefined(self) -> list[str]:
         """Names of the layers that score NaN, because a weight is not finite or could not be read."""
         return [layer.name for layer in self.layers if math.isnan(layer.frobenius_norm)]
+
+    @property
+    def unverified(self) -> list[str]:
+        """Names of the layers whose W_q and W_k no forward pass has proven to be read rightly."""
+        return [layer.name for layer in self.layers if not layer.verified]
 
     def summary(self, stack: str | None = None) -> dict[str, dict[str, float]]:
         """
@@ -171,8 +180,8 @@ class QKScores:
 
         Returns:
             `pandas.DataFrame`: Columns `stack`, `layer`, (`head`,) `symmetry`, `directionality`, `frobenius_norm`,
-            `kind`, `role`, `causal`, `num_heads`, `num_key_value_heads`, `head_dim`, `layout`, `name`, `key_source`;
-            no rows per head if heads were not scored.
+            `kind`, `role`, `causal`, `num_heads`, `num_key_value_heads`, `head_dim`, `layout`, `verified`, `name`,
+            `key_source`; no rows per head if heads were not scored.
         """
         rows = []
         for layer in self.layers:
@@ -229,10 +238,15 @@ class QKScores:
 
     def __str__(self) -> str:
         table = self.to_pandas()[["stack", "layer", *METRICS, "num_heads", "num_key_value_heads"]]
+        if self.unverified:
+            table[""] = ["" if layer.verified else "unverified" for layer in self.layers]
         return table.to_string(index=False, float_format=lambda value: f"{value:.4f}")
 
 
-_ABOUT = (*("kind", "role", "causal", "num_heads", "num_key_value_heads", "head_dim", "layout", "name"), "key_source")
+_ABOUT = (
+    *("kind", "role", "causal", "num_heads", "num_key_value_heads", "head_dim", "layout", "verified", "name"),
+    "key_source",
+)
 
 
 def _without_nan(value: Any) -> Any:

@@ -12,6 +12,7 @@ from .finding import (
     survey_attention,
     survey_modules,
     warn_of_left_out,
+    warn_of_unverified,
 )
 from .heads import HEAD_DIM, NUM_HEADS, NUM_KEY_VALUE_HEADS, value_of
 from .layer import AttentionLayer, HeadTensors
@@ -39,6 +40,7 @@ from .rows import (
 )
 from .selection import ATTENTION_KINDS, AttentionKind, LayerChoice, PlacedLayer, describe_kind, select_layers
 from .tensors import full_shape, linear_shape, storage_name, whole_linears, whole_parameters
+from .verified import describe_unverified
 
 
 __all__ = [
@@ -74,6 +76,7 @@ __all__ = [
     "borrowed_from",
     "describe_kind",
     "describe_left_out",
+    "describe_unverified",
     "find_attention_layers",
     "full_shape",
     "layouts",
@@ -88,6 +91,7 @@ __all__ = [
     "unregister_qk_layout",
     "value_of",
     "warn_of_left_out",
+    "warn_of_unverified",
     "whole_linears",
     "whole_parameters",
 ]

@@ -12,6 +12,7 @@ from .heads import value_of
 from .kinds import kind_of, spoken_by
 from .layer import AttentionLayer
 from .projections import has_projection, piece_widths
+from .verified import is_verified
 
 
 __all__ = ["Borrower", "borrowed_from"]
@@ -78,6 +79,7 @@ class Borrower(NamedTuple):
         if problem is None and not all(piece.rows.fits(number, lender.heads) for piece, number in rows.items()):
             problem = f"{self.name!r} reads the keys of {lender.name!r}, whose heads do not fit its queries."
         role, causal = kind_of(self.name, "self", self.config)
+        spoken_for = value_of(self.config, "model_type")
         return AttentionLayer(
             self.name,
             self.module,
@@ -89,6 +91,8 @@ class Borrower(NamedTuple):
             causal=causal,
             key_source=lender.name,
             joined=joined,
+            model_type=spoken_for,
+            verified=is_verified(layout, self.module, spoken_for, "self"),
         )
 
 

@@ -1,7 +1,7 @@
 """Attention layers of a live model: which modules match the table, how many heads they have, where they stand."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import nn
@@ -17,6 +17,7 @@ from .placing import place_layers
 from .projections import has_parameters, has_projection, stored_widths
 from .rows import HeadShape
 from .tensors import linear_shape, refuse_fsdp1
+from .verified import describe_unverified, is_verified
 
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "survey_modules",
     "walk_modules",
     "warn_of_left_out",
+    "warn_of_unverified",
 ]
 
 logger = logging.get_logger(__name__)
@@ -98,7 +100,8 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
     """
     Finds every attention layer of a model that the layout table knows: encoder before decoder, then by path and
     number, an order that names alone give, so that it is the same for a model and its checkpoint. A module shared by
-    several layers (ALBERT) is found once. Modules that look like attention and match no layout are named in a warning.
+    several layers (ALBERT) is found once. Modules that look like attention and match no layout are named in a warning,
+    and so are layers that are found and not proven by a forward pass.
 
     Args:
         model (`torch.nn.Module`):
@@ -112,6 +115,7 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
     """
     layers, left_out = survey_attention(model)
     warn_of_left_out(model, left_out)
+    warn_of_unverified(layers)
     return layers
 
 
@@ -119,6 +123,12 @@ def warn_of_left_out(model: nn.Module, left_out: list[str], hint: str = "") -> N
     """Says once what a survey of a model left out, if anything, and perhaps another way out."""
     if left_out:
         logger.warning_once(f"Left out of {type(model).__name__}: {describe_left_out(left_out)} {hint}".rstrip())
+
+
+def warn_of_unverified(layers: Iterable[AttentionLayer]) -> None:
+    """Says once which kinds of layers no forward pass has proven, if any."""
+    if described := describe_unverified(layers):
+        logger.warning_once(described)
 
 
 def survey_attention(model: nn.Module) -> AttentionSurvey:
@@ -157,7 +167,7 @@ def survey_modules(modules: list[tuple[str, nn.Module, Any]], owner: str) -> Att
     if not found:
         raise UnknownAttentionError(
             f"No attention layer of {owner} matches a known layout. Modules looked at:\n"
-            + ("\n".join(left_out[:12]) or "  none that looks like attention")
+            + "\n".join(left_out[:12] or ["  none that looks like attention", *_kinds_of_modules(modules)[:12]])
             + f"\nKnown layouts: {', '.join(layout.name for layout in layouts())}. {WAY_OUT}"
         )
     return AttentionSurvey(place_layers(found), left_out)
@@ -202,7 +212,21 @@ def match_modules(modules: list[tuple[str, nn.Module, Any]]) -> tuple[list[Atten
                 problem = str(error)
             kind = _kind(name, module, layout)
             role, causal = kind_of(name, kind, config)
-            found.append(AttentionLayer(name, module, layout, heads, kind, problem=problem, role=role, causal=causal))
+            spoken_for = value_of(config, "model_type")
+            found.append(
+                AttentionLayer(
+                    name,
+                    module,
+                    layout,
+                    heads,
+                    kind,
+                    problem=problem,
+                    role=role,
+                    causal=causal,
+                    model_type=spoken_for,
+                    verified=is_verified(layout, module, spoken_for, kind),
+                )
+            )
     lenders = {layer.name: layer for layer in found}
     for borrower in borrowers:
         layer = borrower.layer(lenders.get(borrower.lender))
@@ -300,6 +324,16 @@ def _kind(name: str, module: nn.Module, layout: QKLayout) -> Literal["self", "cr
     flagged = getattr(module, "is_cross_attention", False) is True
     named = CROSS_ATTENTION.search(below_layer) or _PROBE.search(below_layer)
     return "cross" if flagged or len(widths) > 1 or named else "self"
+
+
+def _kinds_of_modules(modules: list[tuple[str, nn.Module, Any]]) -> list[str]:
+    """What a model without attention mixes its tokens with: a line on each kind of module with several linear maps."""
+    kinds: dict[str, str] = {}
+    for name, module, _ in modules:
+        linear = [child for child, holder in module.named_children() if _is_linear(holder)]
+        if len(linear) > 1:
+            kinds.setdefault(f"{type(module).__name__} with {', '.join(linear)}", name)
+    return [f"  {name or '(root)'}: {kind}" for kind, name in kinds.items()]
 
 
 def _outwards(name: str) -> Iterator[str]:

@@ -51,6 +51,8 @@ class AttentionLayer:
         role (`str` or `None`), causal (`bool` or `None`): See [`Kind`].
         key_source (`str`): Name of the layer whose keys it reads, empty if it makes its own.
         joined (`torch.nn.Module` or `None`): Holds its projections where `module` does not hold them all.
+        model_type (`str` or `None`): Model type of the config that speaks for it.
+        verified (`bool`): Whether a forward pass has proven its W_q and W_k (see `verified.py`).
     """
 
     name: str
@@ -65,6 +67,8 @@ class AttentionLayer:
     causal: bool | None = None
     key_source: str = ""
     joined: nn.Module | None = None
+    model_type: str | None = None
+    verified: bool = False
 
     @property
     def holding(self) -> nn.Module:

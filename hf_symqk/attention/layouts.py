@@ -23,6 +23,7 @@ __all__ = [
     "LearnedScale",
     "Projection",
     "QKLayout",
+    "is_built_in",
     "layouts",
     "register_qk_layout",
     "unregister_qk_layout",
@@ -288,6 +289,11 @@ def layouts() -> list[QKLayout]:
     return list(reversed(_LAYOUTS.values()))
 
 
+def is_built_in(layout: QKLayout) -> bool:
+    """Whether an entry came with the package; one of the same name that somebody else registered did not."""
+    return _BUILT_IN.get(layout.name) is layout
+
+
 def _load_entry_points() -> None:
     """Registers the layouts of other packages, once. What was registered by hand before stays ahead of them."""
     if _loaded:
@@ -319,4 +325,4 @@ def _load_entry_points() -> None:
 from . import builtin_layouts  # noqa: E402, F401
 
 
-_BUILT_IN = frozenset(_LAYOUTS)
+_BUILT_IN = dict(_LAYOUTS)  # before anybody else adds to it

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -220,6 +221,7 @@ def _layer(
     for owner, alternatives in found.norms():
         paths += [path for name in alternatives if (path := join(owner, name)) in parts][:1]
     own = tuple(parts[path] for path in dict.fromkeys(paths))
+    found = replace(found, verified=found.verified and not _has_own_code(config))
     problem = next((part.form.problem for part in own if part.form and part.form.problem), None)
     section = section_of(config, found.name, {found.input_width("query")})
     if problem is None and section.problem is not None:
@@ -235,6 +237,12 @@ def _layer(
         inside = [piece for piece, path in found.paths() if path == part.path]
         needs += needs_of(part, inside, found.heads)
     return CheckpointLayer(found, own, tuple(needs), reader, dtype, problem)
+
+
+def _has_own_code(config: PreTrainedConfig) -> bool:
+    """Whether the model runs code of its repository, of which nothing is proven whatever its model type is called."""
+    named = config.architectures or ()
+    return bool(getattr(config, "auto_map", None)) and not any(name in dir(transformers) for name in named)
 
 
 def _disagreement(found: AttentionLayer, query: Part, section: Section, widths: set[int]) -> str | None:

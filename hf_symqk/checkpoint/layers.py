@@ -128,6 +128,14 @@ class CheckpointLayer:
         return self.found.heads
 
     @property
+    def model_type(self) -> str | None:
+        return self.found.model_type
+
+    @property
+    def verified(self) -> bool:
+        return self.found.verified
+
+    @property
     def read_once(self) -> bool:
         """Files are slower than arithmetic."""
         return True

@@ -5,7 +5,7 @@ import warnings
 
 import torch
 
-from ..attention import AttentionKind, LayerChoice, select_layers
+from ..attention import AttentionKind, LayerChoice, describe_unverified, select_layers
 from ..scores import QKScores
 from ..scoring import model_family, score_layers, undefined_layers
 from .finding import find_checkpoint_layers
@@ -104,6 +104,6 @@ def score_checkpoint(
         num_parameters=survey.num_parameters,
         skipped=tuple(line.strip() for line in survey.left_out),
     )
-    if undefined := undefined_layers(scores):
-        warnings.warn(undefined, RuntimeWarning, stacklevel=2)
+    for text in filter(None, (undefined_layers(scores), describe_unverified(chosen))):
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
     return scores

@@ -26,6 +26,8 @@ from typing import Any
 import torch
 import transformers
 
+from hf_symqk.attention import AttentionLayer
+
 from .building import NoModelError, build, shake
 from .comparing import compare_model
 from .configs import LEVELS, model_types
@@ -85,8 +87,7 @@ def _examine(model_type: str, level: int) -> dict[str, Any]:
     outcomes = Counter(verdict.outcome for verdict in comparison.verdicts.values())
     record |= {"found": len(comparison.verdicts), "outcomes": dict(outcomes)}
     modules = dict(model.named_modules())
-    layouts = {layer.name: layer.layout.name for layer in comparison.layers}
-    configs = {name: _model_type(name, modules) for name in layouts}
+    layers = {layer.name: layer for layer in comparison.layers}
     record["layers"] = [
         {
             "name": name,
@@ -94,8 +95,7 @@ def _examine(model_type: str, level: int) -> dict[str, Any]:
             "outcome": verdict.outcome,
             "factors": verdict.factors and [round(f, 6) for f in verdict.factors],
             "note": verdict.note,
-            "layout": layouts[name],
-            "config": configs[name],
+            **about_layer(layers[name]),
         }
         for name, verdict in comparison.verdicts.items()
     ]
@@ -158,15 +158,15 @@ def examine_both(model_type: str) -> Iterator[dict[str, Any]]:
         yield record | {"promises": _promises(model_type, record["level"])["promises"]}
 
 
-def _model_type(name: str, modules: dict[str, Any]) -> str | None:
-    """Model type of the config that stands closest around a module."""
-    while True:
-        config = getattr(modules[name], "config", None)
-        if isinstance(config, transformers.PreTrainedConfig):
-            return config.model_type
-        if not name:
-            return None
-        name = name.rpartition(".")[0]
+def about_layer(layer: AttentionLayer) -> dict[str, Any]:
+    """What tells how a layer was found: the entry of the table, whose config spoke, and what holds its parameters."""
+    holders = {name.rpartition(".")[0] or name for name, _ in layer.module.named_parameters()}
+    return {
+        "layout": layer.layout.name,
+        "config": layer.model_type,
+        "kind": layer.kind,
+        "parameters": sorted(holders),
+    }
 
 
 Examine = Callable[[str], Iterator[dict[str, Any]]]
@@ -251,7 +251,7 @@ def run(
                     over.append(one)
             for one in over:
                 running.remove(one)
-                record = one.end()
+                record = one.end() | {"transformers": transformers.__version__}
                 file.write(json.dumps(record) + "\n")
                 file.flush()
                 promises = " ".join(f"{k} {v['outcome']}" for k, v in record.get("promises", {}).items())
