@@ -255,14 +255,17 @@ def choose_layers(survey: AttentionSurvey, init: SymmetricInit) -> list[Attentio
         `list[AttentionLayer]`
 
     Raises:
-        ValueError: if the model has no such layers, or the option means all and some modules that look like attention
-            are not known.
+        ValueError: if the model has no such layers, or the option means all and some modules that are softmax
+            attention, or may be, are not known.
     """
-    if init.layers is None and survey.left_out and init.changes_weights:
-        raise ValueError(
-            f"`qk_init` is to reach every layer, but {describe_left_out(survey.left_out)} Or name the layers that it "
-            "is to reach with `SymmetricInit(layers=...)`."
-        )
+    if init.layers is None and init.changes_weights:
+        if survey.unserved:
+            raise ValueError(
+                f"`qk_init` is to reach every layer, but {describe_left_out(survey.unserved)} Or name the layers that "
+                "it is to reach with `SymmetricInit(layers=...)`."
+            )
+        if survey.left_out:  # linear attention and its kin, which no scheme speaks of
+            logger.warning_once("`qk_init` leaves as they are:\n" + "\n".join(survey.left_out))
     return select_layers(survey.layers, layers=init.layers, attention=init.attention)
 
 

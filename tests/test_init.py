@@ -1,6 +1,7 @@
 """What the symmetric init promises of the weights, on every architecture it is promised for."""
 
 import copy
+import logging
 import math
 
 import pytest
@@ -290,7 +291,7 @@ def test_bad_options_are_refused_on_construction(value, message):
 IRREGULAR_AND_WRITABLE = [
     architecture
     for architecture in IRREGULAR
-    if not architecture.name.startswith(("deepseek", "axk2")) and architecture.name != "qwen3_next"
+    if not architecture.name.startswith(("deepseek", "axk2"))
 ]
 
 
@@ -302,6 +303,14 @@ def test_irregular_layouts_keep_the_promise(architecture: Architecture):
     assert_equal_but_for(plain, changed)
     for layer in score_model(changed).layers:
         assert layer.symmetry == pytest.approx(1, abs=1e-5)  # rounding of fp32 sums
+
+
+def test_linear_attention_beside_stays_as_it_is(caplog: pytest.LogCaptureFixture):
+    """A hybrid's softmax layers are served without being listed, and a warning says what is not."""
+    with caplog.at_level(logging.WARNING):
+        model = BY_NAME["qwen3_next"].build(qk_init="symmetric")
+    assert any("leaves as they are" in record.message and "GatedDeltaNet" in record.message for record in caplog.records)
+    assert [layer.symmetry for layer in score_model(model).layers] == pytest.approx([1.0], abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +331,6 @@ def test_irregular_layouts_keep_the_promise(architecture: Architecture):
         ("deepseek_v3", "symmetric", r"layers.0.self_attn.*query weight .* is a product \(q_a_proj, q_b_proj\)"),
         ("deepseek_v2", "symmetric", r"layers.0.self_attn.*key weight .*kv_b_proj.*scored but not initialised"),
         ("axk2", "symmetric", r"query weight .* is a product \(q_a_proj, q_gate_proj\)"),
-        ("qwen3_next", "symmetric", r"(?s)to reach every layer, but .*GatedDeltaNet"),
     ],
 )
 def test_options_the_model_does_not_have_are_refused_before_writing(name, qk_init, message):

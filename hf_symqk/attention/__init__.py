@@ -3,15 +3,12 @@
 from .borrowing import borrowed_from
 from .finding import (
     CROSS_ATTENTION,
-    LOOKS_LIKE_ATTENTION,
     AttentionSurvey,
     UnknownAttentionError,
-    describe_left_out,
     find_attention_layers,
     outermost_model,
     survey_attention,
     survey_modules,
-    warn_of_left_out,
     warn_of_unverified,
 )
 from .heads import HEAD_DIM, NUM_HEADS, NUM_KEY_VALUE_HEADS, value_of
@@ -39,6 +36,7 @@ from .rows import (
     WholeRows,
 )
 from .selection import ATTENTION_KINDS, AttentionKind, LayerChoice, PlacedLayer, describe_kind, select_layers
+from .skipping import LOOKS_LIKE_ATTENTION, describe_left_out, warn_of_left_out
 from .tensors import full_shape, linear_shape, storage_name, whole_linears, whole_parameters
 from .verified import describe_unverified
 

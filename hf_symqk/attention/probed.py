@@ -18,19 +18,13 @@ from torch.utils._pytree import tree_map_only
 from .calling import Call, capture_calls
 from .catching import catch_logits
 from .example_inputs import example_inputs
-from .finding import (
-    LOOKS_LIKE_ATTENTION,
-    UnknownAttentionError,
-    list_left_out,
-    match_modules,
-    outermost_model,
-    walk_modules,
-)
+from .finding import UnknownAttentionError, match_modules, outermost_model, walk_modules
 from .heads import WAY_OUT
 from .layer import AttentionLayer
 from .placing import place_layers
 from .probing import NoLogitsError, NoStreamsError, ProbedAttention, ProbingError, probe_attention
 from .rows import HeadShape
+from .skipping import LOOKS_LIKE_ATTENTION, list_left_out
 from .tensors import is_sharded
 from .untouched import left_as_it_was
 
@@ -162,7 +156,7 @@ def survey_by_probing(model: nn.Module, inputs: Mapping[str, Any] | None = None)
         elif LOOKS_LIKE_ATTENTION.search(type(by_name[name]).__name__):
             reasons[name] = str(result)
     layers += guesses.values()
-    left_out = list_left_out(modules, layers, reasons, "no softmax over its tokens was met in the forward pass")
+    left_out = list_left_out(modules, layers, reasons, "no softmax over its tokens was met in the forward pass").lines
     if not layers:
         raise UnknownAttentionError(
             f"The forward pass of {type(model).__name__} reaches no softmax over products of queries and keys. "

@@ -186,8 +186,10 @@ def _of_side(name: str, side: str) -> tuple[str, ...]:
 
 def _layer_config(config: PreTrainedConfig, number: int) -> Any:
     """What a config says of one layer alone (Gemma 4), `None` where it does not."""
+    if not value_of(config, "is_heterogeneous"):
+        return None  # without values of its own for any layer, a config need not even say how many there are
     own = value_of(config, "per_layer_config")
-    return own[number] if own and number < len(own) else None
+    return own[number] if number < len(own) else None
 
 
 def _first(config: PreTrainedConfig, names: tuple[str, ...], number: int = 0) -> int | None:

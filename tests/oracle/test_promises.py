@@ -32,7 +32,7 @@ QUICK: dict[str, dict[str, str]] = {
     "gpt2": {},
     "falcon": {},
     "mpt": {},
-    "qwen3_next": {"init": "partly"},  # linear attention beside it
+    "qwen3_next": {},  # linear attention beside it
     "deepseek_v3": {"init": "refused"},  # W_q is a product
     "albert": {},
     "deberta": {},
