@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import transformers
 from architectures import ARCHITECTURES, BY_NAME, INIT_ARCHITECTURES, IRREGULAR, LAYERS, Architecture
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
@@ -289,9 +290,7 @@ def test_bad_options_are_refused_on_construction(value, message):
 
 
 IRREGULAR_AND_WRITABLE = [
-    architecture
-    for architecture in IRREGULAR
-    if not architecture.name.startswith(("deepseek", "axk2"))
+    architecture for architecture in IRREGULAR if not architecture.name.startswith(("deepseek", "axk2"))
 ]
 
 
@@ -307,9 +306,14 @@ def test_irregular_layouts_keep_the_promise(architecture: Architecture):
 
 def test_linear_attention_beside_stays_as_it_is(caplog: pytest.LogCaptureFixture):
     """A hybrid's softmax layers are served without being listed, and a warning says what is not."""
-    with caplog.at_level(logging.WARNING):
-        model = BY_NAME["qwen3_next"].build(qk_init="symmetric")
-    assert any("leaves as they are" in record.message and "GatedDeltaNet" in record.message for record in caplog.records)
+    transformers.utils.logging.enable_propagation()
+    try:
+        with caplog.at_level(logging.WARNING):
+            model = BY_NAME["qwen3_next"].build(qk_init="symmetric")
+    finally:
+        transformers.utils.logging.disable_propagation()
+    assert "leaves as they are" in caplog.text
+    assert "GatedDeltaNet" in caplog.text
     assert [layer.symmetry for layer in score_model(model).layers] == pytest.approx([1.0], abs=1e-5)
 
 

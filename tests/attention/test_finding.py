@@ -195,7 +195,7 @@ def test_left_out_attention_is_named_in_a_warning(caplog):
             self.known = BY_NAME["bert"].build()
             self.unknown = AutoModel.from_config(ReformerConfig(**_REFORMER))
 
-    logger = "hf_symqk.attention.finding"
+    logger = "hf_symqk.attention.skipping"
     import transformers.utils.logging as hf_logging
 
     hf_logging.enable_propagation()
