@@ -134,7 +134,7 @@ def test_plain_baseline_differs_in_keys_only(finished, text_files, tmp_path):
     for scheme in ("symmetric", "none"):
         batches = seen[scheme] = []
 
-        def record(self, indices, batches=batches):
+        def remember(self, indices, batches=batches):
             rows = original_batch(self, indices)
             batches.append([(index, row["labels"].tolist()) for index, row in zip(indices, rows, strict=True)])
             return rows
@@ -143,7 +143,7 @@ def test_plain_baseline_differs_in_keys_only(finished, text_files, tmp_path):
             original_init(self, **{**kwargs, "callbacks": [*kwargs["callbacks"], Recorder()]})
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(MaskedDataset, "__getitems__", record)
+            patch.setattr(MaskedDataset, "__getitems__", remember)
             patch.setattr(mlm.TokenWeightedTrainer, "__init__", with_recorder)
             mlm.main(words(text_files["txt"], tmp_path / scheme, "--qk_init", scheme))
         starts[scheme] = Recorder.weights
