@@ -53,9 +53,10 @@ def _extract(archive: zipfile.ZipFile, path: str, split: str, suffixes: tuple[st
     if len(chosen) != 1:
         wanted = ", ".join(f"{split}{suffix}" for suffix in suffixes)
         held = ", ".join(info.filename for info in members) or "nothing"
+        number = "several members" if chosen else "no member"
         raise RecipeError(
-            f"{path!r} has {'several members' if chosen else 'no member'} that could be {split} data ({wanted}, or one "
-            f"of these zipped): it holds {held}. Extract the right one and give it instead."
+            f"{path!r} has {number} that could be {split} data ({wanted}, or one of these zipped): it holds {held}. "
+            "Extract the right one and give it instead."
         )
     member = chosen[0]
     key = {"member": member.filename, "crc": member.CRC, "bytes": member.file_size}
