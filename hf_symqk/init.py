@@ -23,6 +23,7 @@ from .attention import (
     HeadTensors,
     LayerChoice,
     Part,
+    UnknownAttentionError,
     describe_left_out,
     outermost_model,
     select_layers,
@@ -227,7 +228,14 @@ def apply_qk_init(model: nn.Module, qk_init: "str | Mapping[str, Any] | Symmetri
     ```
     """
     init = SymmetricInit.from_value(qk_init)
-    write_init(choose_layers(survey_attention(model), init), init)
+    try:
+        survey = survey_attention(model)
+    except UnknownAttentionError as error:
+        raise UnknownAttentionError(
+            f"{error} A layout that is not known can be scored (`score_model(model, probe=True)`), but not "
+            "initialised: an init has to know where to write."
+        ) from None
+    write_init(choose_layers(survey, init), init)
     if (whole := outermost_model(model)) is not None:
         whole.config.qk_init = init.to_dict()  # plain values, which a config can hold with and without the plugin
     return model

@@ -26,7 +26,9 @@ class LayerScores:
         name (`str`): Dotted path of the attention module.
         stack (`str`), index (`int`): Stack (empty if the model has one) and position of the layer in it.
         kind (`str`): `"self"` or `"cross"`.
-        layout (`str`): Entry of the layout table that it matched.
+        layout (`str`): Entry of the layout table that it matched; `"probed (interface)"`, `"probed (sdpa)"` or
+            `"probed (matmul)"` where none did and W_q and W_k were caught there in the forward pass (see
+            [`score_model`]); they then hold what the forward multiplies queries or keys by.
         num_heads (`int`), num_key_value_heads (`int`), head_dim (`int`): Head counts H and G, head width E.
         symmetry (`float`): Symmetry score of the layer form `Σ_h W_q^h W_k^g(h)ᵀ`, in [−1, 1] (1 symmetric).
         directionality (`float`): Directionality score of the layer form, in [−1, 1] (negative: columns dominate).

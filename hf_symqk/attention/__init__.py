@@ -4,6 +4,7 @@ from .finding import (
     CROSS_ATTENTION,
     LOOKS_LIKE_ATTENTION,
     AttentionSurvey,
+    UnknownAttentionError,
     describe_left_out,
     find_attention_layers,
     outermost_model,
@@ -22,7 +23,19 @@ from .layouts import (
     register_qk_layout,
     unregister_qk_layout,
 )
-from .rows import GatedRows, HeadRows, HeadShape, LatentRows, Part, RowSelector, ShardedRows, WholeRows
+from .probed import ProbedLayer, ProbedSurvey, survey_by_probing
+from .probing import ProbingError
+from .rows import (
+    GatedRows,
+    HeadRows,
+    HeadShape,
+    LatentRows,
+    Part,
+    PerHeadRows,
+    RowSelector,
+    ShardedRows,
+    WholeRows,
+)
 from .selection import ATTENTION_KINDS, AttentionKind, LayerChoice, PlacedLayer, select_layers
 from .tensors import full_shape, linear_shape, storage_name, whole_linears, whole_parameters
 
@@ -46,11 +59,16 @@ __all__ = [
     "LayerChoice",
     "LearnedScale",
     "Part",
+    "PerHeadRows",
     "PlacedLayer",
+    "ProbedLayer",
+    "ProbedSurvey",
+    "ProbingError",
     "Projection",
     "QKLayout",
     "RowSelector",
     "ShardedRows",
+    "UnknownAttentionError",
     "WholeRows",
     "describe_left_out",
     "find_attention_layers",
@@ -62,6 +80,7 @@ __all__ = [
     "select_layers",
     "storage_name",
     "survey_attention",
+    "survey_by_probing",
     "survey_modules",
     "unregister_qk_layout",
     "value_of",
