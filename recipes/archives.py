@@ -6,7 +6,7 @@ import shutil
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 from arguments import RecipeError
 from file_cache import cached_folder
@@ -83,6 +83,6 @@ def _name(info: zipfile.ZipInfo) -> str:
     return Path(info.filename).name.lower()
 
 
-def _copy(source: BinaryIO, target: Path) -> None:
+def _copy(source: IO[bytes], target: Path) -> None:
     with target.open("wb") as file:
         shutil.copyfileobj(source, file)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from arguments import RecipeError
 from examples import BlockDataset
+from huggingface_hub import ModelCard
 from transformers import AutoModelForMaskedLM, AutoTokenizer, TrainerCallback
 
 import hf_symqk
@@ -95,6 +96,19 @@ def test_record_of_the_run(finished, text_files):
     assert (run["hashes"]["steps"], run["hashes"]["sequences"]) == (4, 32)
     assert {len(run["hashes"][name]) for name in ("weights", "qk", "v", "batches")} == {64}
     assert run["started"] <= run["finished"]
+
+
+def test_model_card_of_the_run(finished):
+    """Each run describes itself, and pushing it does not put the Trainer's draft in the card's place."""
+    trainer, folder = finished
+    card = ModelCard.load(folder / "README.md")
+    assert {"hf_symqk", "qk-init", "mlm"} <= set(card.data.tags)
+    [result] = [result for result in card.data.eval_results if result.metric_type == "loss"]
+    assert result.metric_value == pytest.approx(history(trainer, "eval_loss")[-1])
+    assert (folder / "qk_scores.png").stat().st_size > 1000
+    assert "qk_scores.png" in card.content
+    trainer.create_model_card(model_name="draft")
+    assert (folder / "README.md").read_text() == card.content
 
 
 def test_failed_run_says_so(text_files, tmp_path, monkeypatch):
