@@ -28,6 +28,7 @@ from .attention import (
     outermost_model,
     select_layers,
     survey_attention,
+    warn_of_unverified,
 )
 
 
@@ -90,7 +91,8 @@ class SymmetricInit:
             Indices of the layers to initialise, counted within each stack (`"encoder"`, `"text_model"`, …): a sequence
             for every stack, or a mapping from stack names. All layers by default.
         attention (`str`, *optional*, defaults to `"self"`):
-            `"self"`, `"cross"` or `"all"`. Cross-attention reads two different streams.
+            `"self"`, `"cross"` or `"all"`; or self-attention of one side or direction alone: `"encoder"`, `"decoder"`,
+            `"bidirectional"` or `"causal"`. Cross-attention reads two different streams.
         distribution (`str`, *optional*):
             Redraws Q, K, V and their biases (which then differ between Q and K) before the scheme acts.
             `"kaiming_uniform"` is PyTorch's default for linear layers, ±1/√D, which the published training script used
@@ -312,6 +314,7 @@ def write_init(layers: Iterable[AttentionLayer], init: SymmetricInit) -> None:
     require_servable(layers, init)
     if not init.changes_weights:
         return
+    warn_of_unverified(layers)
     scheme = _SCHEMES[init.scheme]
     # What is redrawn is drawn alike; the model's own draw may not be.
     ratios = [_scale_ratio(layer) if init.distribution is None else 1.0 for layer in layers]

@@ -30,6 +30,7 @@ from .attention import (
     PlacedLayer,
     ProbedLayer,
     UnknownAttentionError,
+    describe_unverified,
     full_shape,
     outermost_model,
     select_layers,
@@ -75,6 +76,8 @@ class ScorableLayer(PlacedLayer, Protocol):
     def heads(self) -> HeadShape: ...
     @property
     def read_once(self) -> bool: ...
+    @property
+    def verified(self) -> bool: ...
 
     def query_key_weights(self) -> AbstractContextManager[tuple[Tensor, Tensor]]: ...
 
@@ -144,7 +147,8 @@ def score_model(
         layers (`Sequence[int]` or `Mapping[str, Sequence[int]]`, *optional*):
             Indices of the layers to score, for every stack or per stack name; all by default.
         attention (`str`, *optional*, defaults to `"self"`):
-            `"self"`, `"cross"` or `"all"`.
+            `"self"`, `"cross"` or `"all"`; or self-attention of one side or direction alone: `"encoder"`, `"decoder"`,
+            `"bidirectional"` or `"causal"`.
         heads (`bool`, *optional*, defaults to `True`):
             Whether each head is scored too.
         gamma (`float`, *optional*, defaults to 2.0):
@@ -163,7 +167,7 @@ def score_model(
 
     Returns:
         [`QKScores`]: One entry per layer. A layer with a weight that is not finite scores NaN and is named in a
-        warning.
+        warning; so are layers whose W_q and W_k no forward pass has proven, which are marked (`verified`).
 
     Raises:
         ValueError: if no attention layer is found, a layer or kind is asked for that the model does not have, or the
@@ -198,8 +202,8 @@ def score_model(
         num_parameters=sum(math.prod(full_shape(parameter)) for parameter in model.parameters()),
         skipped=tuple(line.strip() for line in left_out),
     )
-    if undefined := undefined_layers(scores):
-        warnings.warn(undefined, RuntimeWarning, stacklevel=2)
+    for text in filter(None, (undefined_layers(scores), describe_unverified(chosen))):
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
     return scores
 
 
@@ -376,9 +380,13 @@ def _layer_scores(layer: ScorableLayer, columns: list[list[float]] | None, null_
         stack=layer.stack,
         index=layer.index,
         kind=layer.kind,
+        role=layer.role,
+        causal=layer.causal,
+        key_source=layer.key_source,
         layout=layer.layout.name,
         num_heads=layer.heads.num_attention_heads,
         num_key_value_heads=layer.heads.num_key_value_heads,
         head_dim=layer.heads.head_dim,
+        verified=layer.verified,
         **measured,
     )

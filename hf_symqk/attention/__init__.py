@@ -1,5 +1,6 @@
 """Where W_q and W_k live: the table of layouts, finding them in a model, whole tensors from sharded ones."""
 
+from .borrowing import borrowed_from
 from .finding import (
     CROSS_ATTENTION,
     LOOKS_LIKE_ATTENTION,
@@ -11,6 +12,7 @@ from .finding import (
     survey_attention,
     survey_modules,
     warn_of_left_out,
+    warn_of_unverified,
 )
 from .heads import HEAD_DIM, NUM_HEADS, NUM_KEY_VALUE_HEADS, value_of
 from .layer import AttentionLayer, HeadTensors
@@ -36,8 +38,9 @@ from .rows import (
     ShardedRows,
     WholeRows,
 )
-from .selection import ATTENTION_KINDS, AttentionKind, LayerChoice, PlacedLayer, select_layers
+from .selection import ATTENTION_KINDS, AttentionKind, LayerChoice, PlacedLayer, describe_kind, select_layers
 from .tensors import full_shape, linear_shape, storage_name, whole_linears, whole_parameters
+from .verified import describe_unverified
 
 
 __all__ = [
@@ -70,7 +73,10 @@ __all__ = [
     "ShardedRows",
     "UnknownAttentionError",
     "WholeRows",
+    "borrowed_from",
+    "describe_kind",
     "describe_left_out",
+    "describe_unverified",
     "find_attention_layers",
     "full_shape",
     "layouts",
@@ -85,6 +91,7 @@ __all__ = [
     "unregister_qk_layout",
     "value_of",
     "warn_of_left_out",
+    "warn_of_unverified",
     "whole_linears",
     "whole_parameters",
 ]

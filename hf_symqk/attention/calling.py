@@ -108,6 +108,7 @@ class Rerun:
             else:
                 values[name] = value
         self.neutral = {name: self._neutral(name, value) for name, value in values.items()}
+        self._given: tuple[Tensor, ...] = ()
         # One tensor under several names (query, key and value of torch's attention) is one stream, also where the
         # same was computed twice.
         self.streams: list[list[str]] = []
@@ -140,6 +141,13 @@ class Rerun:
         Returns:
             `list[Logits]`: Of every softmax, in the order in which they run.
         """
+        args, kwargs = self.arguments(hidden, copies)
+        with torch.no_grad(), catch_logits(self.module, norms=False, inputs=self._given) as caught:
+            self.module(*args, **kwargs)
+        return caught
+
+    def arguments(self, hidden: Mapping[str, Tensor], copies: int = 1) -> Call:
+        """The arguments of the call, with other hidden states."""
         values = {**self.neutral, **hidden}
         if copies > 1:
             batch = next(iter(hidden.values())).shape[0] // copies
@@ -149,7 +157,7 @@ class Rerun:
         values = {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
         for names in self.streams:
             values |= dict.fromkeys(names, values[names[0]])
-        inputs = tuple(values[names[0]] for names in self.streams)
+        self._given = tuple(values[names[0]] for names in self.streams)
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         positional = True
@@ -162,6 +170,4 @@ class Rerun:
                 args.append(values.pop(name))
             else:
                 kwargs[name] = values.pop(name)
-        with torch.no_grad(), catch_logits(self.module, norms=False, inputs=inputs) as caught:
-            self.module(*args, **kwargs, **values)
-        return caught
+        return Call(tuple(args), kwargs | values)

@@ -1,20 +1,23 @@
 """Attention layers of a live model: which modules match the table, how many heads they have, where they stand."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from .borrowing import Borrower, borrowed_from
 from .heads import WAY_OUT, head_shape, value_of
+from .kinds import kind_of
 from .layer import AttentionLayer
 from .layouts import ComposedProjection, QKLayout, layouts
 from .placing import place_layers
 from .projections import has_parameters, has_projection, stored_widths
 from .rows import HeadShape
 from .tensors import linear_shape, refuse_fsdp1
+from .verified import describe_unverified, is_verified
 
 
 __all__ = [
@@ -31,6 +34,7 @@ __all__ = [
     "survey_modules",
     "walk_modules",
     "warn_of_left_out",
+    "warn_of_unverified",
 ]
 
 logger = logging.get_logger(__name__)
@@ -96,7 +100,8 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
     """
     Finds every attention layer of a model that the layout table knows: encoder before decoder, then by path and
     number, an order that names alone give, so that it is the same for a model and its checkpoint. A module shared by
-    several layers (ALBERT) is found once. Modules that look like attention and match no layout are named in a warning.
+    several layers (ALBERT) is found once. Modules that look like attention and match no layout are named in a warning,
+    and so are layers that are found and not proven by a forward pass.
 
     Args:
         model (`torch.nn.Module`):
@@ -110,6 +115,7 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
     """
     layers, left_out = survey_attention(model)
     warn_of_left_out(model, left_out)
+    warn_of_unverified(layers)
     return layers
 
 
@@ -117,6 +123,12 @@ def warn_of_left_out(model: nn.Module, left_out: list[str], hint: str = "") -> N
     """Says once what a survey of a model left out, if anything, and perhaps another way out."""
     if left_out:
         logger.warning_once(f"Left out of {type(model).__name__}: {describe_left_out(left_out)} {hint}".rstrip())
+
+
+def warn_of_unverified(layers: Iterable[AttentionLayer]) -> None:
+    """Says once which kinds of layers no forward pass has proven, if any."""
+    if described := describe_unverified(layers):
+        logger.warning_once(described)
 
 
 def survey_attention(model: nn.Module) -> AttentionSurvey:
@@ -155,7 +167,7 @@ def survey_modules(modules: list[tuple[str, nn.Module, Any]], owner: str) -> Att
     if not found:
         raise UnknownAttentionError(
             f"No attention layer of {owner} matches a known layout. Modules looked at:\n"
-            + ("\n".join(left_out[:12]) or "  none that looks like attention")
+            + "\n".join(left_out[:12] or ["  none that looks like attention", *_kinds_of_modules(modules)[:12]])
             + f"\nKnown layouts: {', '.join(layout.name for layout in layouts())}. {WAY_OUT}"
         )
     return AttentionSurvey(place_layers(found), left_out)
@@ -178,12 +190,17 @@ def match_modules(modules: list[tuple[str, nn.Module, Any]]) -> tuple[list[Atten
     candidates = [_Candidate.of(layout) for layout in layouts()]
     found: list[AttentionLayer] = []
     skipped: dict[str, str] = {}
+    borrowers: list[Borrower] = []
     for name, module, config in modules:
         if not module._modules:
             continue
         refuse_fsdp1(module)
-        if any(name.startswith(f"{outer.name}.") for outer in found[-1:] if outer.name):
+        outer = [layer.name for layer in found[-1:]] + [borrower.name for borrower in borrowers[-1:]]
+        if any(name.startswith(f"{around}.") for around in outer if around):
             continue  # a part of a layer, which may be built of smaller attention modules
+        if (lender := borrowed_from(name, config)) is not None:
+            borrowers.append(Borrower(name, module, config, lender))
+            continue
         layout, reason = _layout_of(name, module, config, candidates)
         if reason:
             skipped[name] = reason
@@ -193,7 +210,30 @@ def match_modules(modules: list[tuple[str, nn.Module, Any]]) -> tuple[list[Atten
                 heads = head_shape(name, module, layout, config)
             except ValueError as error:
                 problem = str(error)
-            found.append(AttentionLayer(name, module, layout, heads, _kind(name, module, layout), problem=problem))
+            kind = _kind(name, module, layout)
+            role, causal = kind_of(name, kind, config)
+            spoken_for = value_of(config, "model_type")
+            found.append(
+                AttentionLayer(
+                    name,
+                    module,
+                    layout,
+                    heads,
+                    kind,
+                    problem=problem,
+                    role=role,
+                    causal=causal,
+                    model_type=spoken_for,
+                    verified=is_verified(layout, module, spoken_for, kind),
+                )
+            )
+    lenders = {layer.name: layer for layer in found}
+    for borrower in borrowers:
+        layer = borrower.layer(lenders.get(borrower.lender))
+        if layer is not None:
+            found.append(layer)
+        elif not borrower.lender:
+            skipped[borrower.name] = "its keys come from another model"
     return found, skipped
 
 
@@ -277,12 +317,23 @@ def walk_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, PreTrainedC
 def _kind(name: str, module: nn.Module, layout: QKLayout) -> Literal["self", "cross"]:
     parts = name.split(".")
     numbers = [position for position, part in enumerate(parts) if part.isdigit()]
-    below_layer = ".".join(parts[numbers[-1] + 1 :] if numbers else parts[-2:])
+    # What is numbered itself bears the name of its list.
+    below_layer = ".".join((numbers and parts[numbers[-1] + 1 :]) or parts[-2:])
     # A width of 0 is unknown: weights of a checkpoint in a form that cannot be read.
     widths = {stored_widths(module, projection)[1] for projection in (layout.query, layout.key)} - {0}
     flagged = getattr(module, "is_cross_attention", False) is True
     named = CROSS_ATTENTION.search(below_layer) or _PROBE.search(below_layer)
     return "cross" if flagged or len(widths) > 1 or named else "self"
+
+
+def _kinds_of_modules(modules: list[tuple[str, nn.Module, Any]]) -> list[str]:
+    """What a model without attention mixes its tokens with: a line on each kind of module with several linear maps."""
+    kinds: dict[str, str] = {}
+    for name, module, _ in modules:
+        linear = [child for child, holder in module.named_children() if _is_linear(holder)]
+        if len(linear) > 1:
+            kinds.setdefault(f"{type(module).__name__} with {', '.join(linear)}", name)
+    return [f"  {name or '(root)'}: {kind}" for kind, name in kinds.items()]
 
 
 def _outwards(name: str) -> Iterator[str]:

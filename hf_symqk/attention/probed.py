@@ -8,7 +8,7 @@ Shape legend: `D` width of the input, `H` query heads, `G` key heads, `E` head w
 import copy
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -90,6 +90,11 @@ class ProbedLayer:
         return True
 
     @property
+    def model_type(self) -> None:
+        """No config speaks for it."""
+        return None
+
+    @property
     def read_once(self) -> bool:
         """Whether reading Q and K takes other processes: never, they are here."""
         return False
@@ -132,7 +137,9 @@ def survey_by_probing(model: nn.Module, inputs: Mapping[str, Any] | None = None)
         raise ProbingError(f"`inputs` must map names of arguments to values, got {type(inputs).__name__}.")
     modules = list(walk_modules(model))
     found, skipped = match_modules(modules)
-    known: list[AttentionLayer] = [layer for layer in found if layer.problem is None]
+    readable: list[AttentionLayer] = [layer for layer in found if layer.problem is None]
+    known = [layer for layer in readable if layer.verified]
+    guesses = {layer.name: layer for layer in readable if not layer.verified}
     if is_sharded(model):
         raise ProbingError(
             f"{type(model).__name__} is sharded; probing runs its attention modules one by one and needs whole "
@@ -143,12 +150,18 @@ def survey_by_probing(model: nn.Module, inputs: Mapping[str, Any] | None = None)
     layers: list[AttentionLayer | ProbedLayer] = [*known]
     reasons = dict(skipped)
     for name, result in probed.items():
+        guess = guesses.get(name)
         if isinstance(result, ProbedAttention):
-            layers.append(_layer(name, result))
+            agrees = guess is not None and _agrees(guess, result)
+            layers.append(replace(guess, verified=True) if guess and agrees else _layer(name, result))
+            guesses.pop(name, None)
+        elif guess is not None:
+            continue  # it stays what it was, unverified
         elif not isinstance(result, NoLogitsError | NoStreamsError):
             layers.append(_unreadable(name, by_name[name], result))
         elif LOOKS_LIKE_ATTENTION.search(type(by_name[name]).__name__):
             reasons[name] = str(result)
+    layers += guesses.values()
     left_out = list_left_out(modules, layers, reasons, "no softmax over its tokens was met in the forward pass")
     if not layers:
         raise UnknownAttentionError(
@@ -156,6 +169,23 @@ def survey_by_probing(model: nn.Module, inputs: Mapping[str, Any] | None = None)
             "Modules looked at:\n" + ("\n".join(left_out[:12]) or "  none that looks like attention") + f"\n{WAY_OUT}"
         )
     return ProbedSurvey(place_layers(layers), left_out)
+
+
+def _agrees(layer: AttentionLayer, probed: ProbedAttention) -> bool:
+    """Whether the table's W_q and W_k are those of the forward, up to a factor that it puts on either."""
+    with torch.no_grad(), layer.query_key_weights() as (w_q, w_k):
+        pairs = [(w_q.float(), probed.query.float()), (w_k.float(), probed.key.float())]
+        return all(_is_multiple(ours, theirs) for ours, theirs in pairs)
+
+
+def _is_multiple(ours: Tensor, theirs: Tensor) -> bool:
+    if theirs.shape[0] % ours.shape[0] == 0:
+        ours = ours.repeat_interleave(theirs.shape[0] // ours.shape[0], 0)  # key heads that the forward repeats
+    if ours.shape != theirs.shape:
+        return False
+    factor = (ours * theirs).sum() / ours.square().sum()
+    # fp32 sums over D terms leave about 1e-6 of the largest response.
+    return bool(factor > 0) and bool((theirs - factor * ours).abs().max() <= 1e-4 * theirs.abs().max())
 
 
 def _layer(name: str, probed: ProbedAttention) -> ProbedLayer:
