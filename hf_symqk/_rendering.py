@@ -153,7 +153,9 @@ def _latex_cells(column: Column) -> list[str]:
     if column.form is None:
         return [_latex_escaped(cell) for cell in plain_cells(column)]
     # A minus is one only in mathematics; between two dashes stands what the text has as an ellipsis.
-    return ["--".join(number.replace("-", "$-$") for number in written) for written in _written(column)]
+    return [
+        "--".join(_latex_escaped(number).replace("-", "$-$") for number in written) for written in _written(column)
+    ]
 
 
 def _written(column: Column) -> list[list[str]]:

@@ -149,8 +149,8 @@ def pairing(runs: Sequence[Run]) -> list[str]:
             raise ComparisonError(
                 f"{recorded[0].name} and {run.name} differ in more than the initialisation: {values}."
             )
-    for name, values in _versions(recorded).items():
-        notes.append(f"Versions of {name} differ between runs: {', '.join(values)}.")
+    for name, versions in _versions(recorded).items():
+        notes.append(f"Versions of {name} differ between runs: {', '.join(versions)}.")
     _same_hash(recorded, "steps", lambda run: (run.seed,), "were hashed over different numbers of steps")
     _same_hash(recorded, "batches", lambda run: (run.seed,), "have the same seed but saw different batches")
     _same_hash(

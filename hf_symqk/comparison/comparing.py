@@ -310,12 +310,12 @@ def _corrected(family: Sequence[Contrast], cells: dict[Key, ArmSummary], level: 
 
 
 def _verdict(contrast: Contrast, arms: Sequence[ArmSummary], level: float) -> str:
-    asleep = [one.arm for one in arms if one.learned is False]
-    if asleep:
-        return f"inconclusive: {' and '.join(asleep)} did not learn (less than {LEARNED_BY} nats below unigrams)"
     difference = contrast.tested_difference
     if not math.isfinite(difference.mean):
         return "no test: a run diverged"
+    asleep = [one.arm for one in arms if one.learned is False]
+    if asleep:
+        return f"inconclusive: {' and '.join(asleep)} did not learn (less than {LEARNED_BY} nats below unigrams)"
     if contrast.p_corrected is None:
         return "one seed: no test"
     if contrast.p_corrected <= level + 1e-12:

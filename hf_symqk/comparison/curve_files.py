@@ -26,7 +26,7 @@ def read_curves(path: str | os.PathLike[str], baseline: str = "none") -> list[Ru
     The name of a column says what it is, in parts between `--`: `seed0` and `lr1e-3` are seed and learning rate, and
     the rest is the setting and the arm. `4-layer--jigsaw--symmetric` is the arm `symmetric` of the setting
     `4-layer--jigsaw` where a column of that name, or `4-layer--jigsaw--none`, is the baseline. Where there is one
-    setting only, columns may be named by the arm alone.
+    setting only, columns may be named by the arm alone. A column without an arm is the baseline, whatever its name.
 
     Args:
         path (path): The file.

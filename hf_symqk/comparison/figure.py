@@ -54,7 +54,9 @@ def draw_comparison(comparison: Comparison) -> Figure:
     except ImportError as error:
         raise ImportError('Figures need matplotlib; install it with `pip install "hf_symqk[plots]"`.') from error
     panels = _panels(comparison)
-    columns = min(_MOST_COLUMNS, len(panels)) if _many_groups(comparison) else min(2, len(panels))
+    # Of one setting, losses stand beside each other and scores below them; of many, each has a panel.
+    losses = sum(key in _LABELS for _, key in panels)
+    columns = min(_MOST_COLUMNS, len(panels)) if _many_groups(comparison) else losses
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(4.6 * columns + 0.4, 3.0 * rows + 0.5), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
@@ -66,10 +68,12 @@ def draw_comparison(comparison: Comparison) -> Figure:
         ax.set_title(group, fontsize="medium")
     for ax in axes[len(panels) :]:
         ax.remove()
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside upper center", ncols=min(len(labels), 4), frameon=False, handlelength=4
-    )
+    named: dict[str, Any] = {}
+    for ax in axes[: len(panels)]:
+        named |= {label: handle for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    labels, handles = list(named), list(named.values())
+    place: dict[str, Any] = {"loc": "outside upper center", "ncols": min(len(labels), 4)}
+    figure.legend(handles, labels, frameon=False, handlelength=4, **place)
     return figure
 
 
@@ -121,6 +125,7 @@ def _draw(ax: Axes, runs: Sequence[Run], key: str, baseline: str, styles: dict[s
         if arm == baseline and key in _LABELS:
             ax.axhline(mean.iloc[-1], color="0.4", linewidth=0.9, linestyle=":")
     ax.set_xlabel("step")
+    ax.locator_params(axis="x", nbins=5)
     if key in _LABELS:
         ax.set_ylabel(_LABELS[key])
         _limit(ax, pd.concat(shown, axis=1))

@@ -133,9 +133,8 @@ def read_folders(
         if record is None and (unfinished := _unfinished(state)):
             left_out.append(f"{folder}: {unfinished}")
             continue
-        runs.append(
-            Run(str(folder), arm, seed, rate, _curves(state), str(folder), "", record, _entropy(folder, record))
-        )
+        name, entropy = str(folder), _entropy(folder, record)
+        runs.append(Run(name, arm, seed, rate, _curves(state), name, record=record, entropy=entropy))
     return runs, left_out, list(dict.fromkeys(arms))
 
 

@@ -179,7 +179,8 @@ def _published() -> Report:
     names = ["layers", "data", "final_loss_random", "final_loss_symmetric", "speed_up_percent"]
     table = pd.DataFrame(list(PUBLISHED), columns=names)
     notes = (
-        "Training loss and the raw rule; one run each; 0 %: not reached. The published symmetric start also changed the scale of Q, K and V.",
+        "Training loss and the raw rule; one run each; 0 %: not reached. The published symmetric start also changed "
+        "the scale of Q, K and V.",
     )
     title = "Published: Saponati et al. (2025), arXiv:2502.10927"
     return Report(columns, table, table.to_dict(orient="records"), notes, title=title)

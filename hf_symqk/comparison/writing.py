@@ -45,8 +45,9 @@ def write_comparison(comparison: Comparison, folder: str | os.PathLike[str], *, 
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8", newline="\n")
         written.append(folder / name)
-    for suffix in ("png", "pdf") if drawn is not None else ():
-        path = folder / f"comparison.{suffix}"
-        drawn.savefig(path, dpi=150)
-        written.append(path)
+    if drawn is not None:
+        for suffix in ("png", "pdf"):
+            path = folder / f"comparison.{suffix}"
+            drawn.savefig(path, dpi=150)
+            written.append(path)
     return written
