@@ -46,9 +46,13 @@ def compare(
         str | None,
         typer.Option(
             metavar="REGEX",
-            help="For runs without run.json: groups arm, seed and rate in the folder's path, as in "
-            r"'(?P<arm>\w+)/seed(?P<seed>\d+)'. By default 'symmetric-seed0-lr1e-3' is read.",
+            help="Groups arm, seed and rate in the folder's path, as in '(?P<arm>\\w+)/seed(?P<seed>\\d+)'. By "
+            "default run.json tells them, else a name like symmetric-seed0-lr1e-3.",
         ),
+    ] = None,
+    differing: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ARGUMENT", help="An argument that may differ between arms beside the initialisation."),
     ] = None,
     own_rates: Annotated[
         bool, typer.Option("--own-rates", help="Accept arms that have no learning rate in common.")
@@ -103,6 +107,7 @@ def compare(
             baseline=baseline,
             contrasts=None if contrast is None else [_pair(text) for text in contrast],
             pattern=pattern,
+            differing=differing or (),
             own_rates=own_rates,
             cut=cut,
             window=window,

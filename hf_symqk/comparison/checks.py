@@ -126,13 +126,14 @@ def differing_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> d
     return different
 
 
-def pairing(runs: Sequence[Run]) -> list[str]:
+def pairing(runs: Sequence[Run], differing: Iterable[str] = ()) -> list[str]:
     """
     Checks that runs differ in nothing but the initialisation, the seed and the rate, and that runs of one seed saw the
     same batches and started from the same other weights.
 
     Args:
         runs (sequence of [`Run`]): Runs of one group.
+        differing (iterable of `str`, *optional*): Arguments that may differ; the weights then may too.
 
     Returns:
         `list[str]`: Statements on what could not be checked, or differs by intent.
@@ -142,8 +143,10 @@ def pairing(runs: Sequence[Run]) -> list[str]:
     """
     recorded = [run for run in runs if run.record is not None]
     notes = []
+    allowed = set(differing)
     for run in recorded[1:]:
         different = differing_settings(_record(recorded[0]), _record(run))
+        different = {name: values for name, values in different.items() if name not in allowed}
         if different:
             values = "; ".join(f"{name} ({_short(a)} and {_short(b)})" for name, (a, b) in different.items())
             raise ComparisonError(
@@ -151,14 +154,14 @@ def pairing(runs: Sequence[Run]) -> list[str]:
             )
     for name, versions in _versions(recorded).items():
         notes.append(f"Versions of {name} differ between runs: {', '.join(versions)}.")
-    _same_hash(recorded, "steps", lambda run: (run.seed,), "were hashed over different numbers of steps")
-    _same_hash(recorded, "batches", lambda run: (run.seed,), "have the same seed but saw different batches")
-    _same_hash(
-        recorded,
-        "weights",
-        lambda run: (run.seed, _redraws(run)),
-        "have the same seed but started from different weights (other than Q and K)",
-    )
+    notes += _same_hashes(recorded, "steps", lambda run: (run.seed,), "were hashed over different numbers of steps")
+    notes += _same_hashes(recorded, "batches", lambda run: (run.seed,), "have the same seed but saw different batches")
+    if allowed:
+        notes.append(f"By wish these may differ between arms, and the first weights with them: {', '.join(allowed)}.")
+        return notes
+    other = "have the same seed but started from different weights (other than {})"
+    notes += _same_hashes(recorded, "weights", lambda run: (run.seed,), other.format("Q, K and V of attention"))
+    notes += _same_hashes(recorded, "v", lambda run: (run.seed, _redraws(run)), other.format("Q and K of attention"))
     redrawing = sorted({run.arm for run in recorded if _redraws(run)})
     if redrawing and any(not _redraws(run) for run in recorded):
         notes.append(
@@ -253,15 +256,21 @@ def _redraws(run: Run) -> str:
     return json.dumps({name: value for name, value in init.items() if name != "scheme"}, sort_keys=True)
 
 
-def _same_hash(runs: Sequence[Run], name: str, key: Callable[[Run], tuple[Any, ...]], fault: str) -> None:
+def _same_hashes(runs: Sequence[Run], name: str, key: Callable[[Run], tuple[Any, ...]], fault: str) -> list[str]:
+    """Refuses a hash that differs among runs of one key; says whose is not known."""
     seen: dict[tuple[Any, ...], tuple[Run, Any]] = {}
+    unknown = []
     for run in runs:
         value = (_record(run).get("hashes") or {}).get(name)
         if value is None:
-            raise ComparisonError(f"{run.name}: its run.json has no hash of {name}, so its pairing is not known.")
+            unknown.append(run.name)
+            continue
         other, expected = seen.setdefault(key(run), (run, value))
         if value != expected:
             raise ComparisonError(f"{other.name} and {run.name} {fault}: they are no pair.")
+    if not unknown:
+        return []
+    return [f"Pairing could not be checked: run.json has no hash of {name} (as after resuming): {_listed(unknown)}."]
 
 
 def _versions(runs: Sequence[Run]) -> dict[str, list[str]]:

@@ -29,6 +29,7 @@ def compare_runs(
     baseline: str = "none",
     contrasts: Iterable[tuple[str, str]] | None = None,
     pattern: str | None = None,
+    differing: Iterable[str] = (),
     own_rates: bool = False,
     cut: bool = False,
     window: float = 0.05,
@@ -47,7 +48,10 @@ def compare_runs(
             `(treated, baseline)` pairs to compare. By default every arm with the baseline, and each arm that differs
             from an `independent` one in its scheme only with that one too: the effect of symmetry at equal scale.
         pattern (`str`, *optional*):
-            Regular expression with the groups `arm`, `seed` and `rate`, for folders without `run.json`.
+            Regular expression with the groups `arm`, `seed` and `rate`, searched for in the paths of folders. What
+            `run.json` says of seed and rate goes first; the arm is then that of the pattern.
+        differing (iterable of `str`, *optional*):
+            Arguments that may differ between arms beside the initialisation, as the pretrained model in fine-tuning.
         own_rates (`bool`, *optional*, defaults to `False`):
             Accepts arms that have no learning rate in common.
         cut (`bool`, *optional*, defaults to `False`):
@@ -88,6 +92,7 @@ def compare_runs(
     check_unique(runs)
     pairs = None if contrasts is None else [(str(treated), str(base)) for treated, base in contrasts]
     _require_arms(runs, left_out, arms_met, baseline, pairs)
+    differing = list(differing)
     level = 1 - confidence
     notes = state_unrecorded(runs)
     compared: list[Run] = []
@@ -97,7 +102,7 @@ def compare_runs(
         members = [run for run in runs if run.group == group]
         chosen = _pairs(members, baseline, pairs)
         _check_rates(members, own_rates, chosen)
-        notes += pairing(members)
+        notes += pairing(members, differing)
         members, aligned = align(members, cut)
         notes += aligned
         compared += members
@@ -320,6 +325,8 @@ def _verdict(contrast: Contrast, arms: Sequence[ArmSummary], level: float) -> st
         return "one seed: no test"
     if contrast.p_corrected <= level + 1e-12:
         return f"{'lower' if difference.mean < 0 else 'higher'} {contrast.tested}"
-    if contrast.p_smallest > level + 1e-12:
-        return f"no evidence of a difference, nor could {len(contrast.seeds)} seeds give any"
+    count = len(contrast.seeds)
+    if contrast.p_smallest > level + 1e-12 and contrast.p is not None and contrast.p <= smallest_p(count) + 1e-12:
+        # The test is at its floor: the data could not have spoken more clearly.
+        return f"too few seeds to tell: all {count} pairs agree, but p cannot go below {contrast.p_smallest:.3g}"
     return "no evidence of a difference"

@@ -30,6 +30,8 @@ _STYLES: tuple[dict[str, Any], ...] = (
 )
 _LABELS = {TRAIN: "training loss", HELD_OUT: "held-out loss"}
 _MOST_COLUMNS = 3
+# Inches that an entry of the legend takes beside its text, and for each character of it.
+_LEGEND_LINE, _LEGEND_CHARACTER = 0.9, 0.085
 # The first points of a curve are far above all that matters; the axis begins where this share of the steps is done.
 _SHOWN_FROM = 0.05
 
@@ -72,7 +74,8 @@ def draw_comparison(comparison: Comparison) -> Figure:
     for ax in axes[: len(panels)]:
         named |= {label: handle for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     labels, handles = list(named), list(named.values())
-    place: dict[str, Any] = {"loc": "outside upper center", "ncols": min(len(labels), 4)}
+    width = _LEGEND_LINE + _LEGEND_CHARACTER * max(map(len, labels))
+    place: dict[str, Any] = {"loc": "outside upper center", "ncols": max(1, int(figure.get_figwidth() / width))}
     figure.legend(handles, labels, frameon=False, handlelength=4, **place)
     return figure
 
@@ -113,8 +116,8 @@ def _draw(ax: Axes, runs: Sequence[Run], key: str, baseline: str, styles: dict[s
         if not curves:
             continue
         table = pd.concat(curves, axis=1)
-        rate = next((run.learning_rate for run in runs if run.arm == arm), None)
-        label = arm if rate is None else f"{arm} (rate {rate:g})"
+        rate = next(run.learning_rate for run in runs if run.arm == arm)
+        label = arm if rate is None or len({run.learning_rate for run in runs}) == 1 else f"{arm} (rate {rate:g})"
         mean = table.mean(axis=1)
         ax.plot(mean.index, mean, label=label, linewidth=1.4, **style)
         if len(curves) > 1:

@@ -216,11 +216,6 @@ def _compiled(pattern: str | None) -> re.Pattern[str] | None:
 def _identity(
     folder: Path, record: Mapping[str, Any] | None, expression: re.Pattern[str] | None
 ) -> tuple[str, int | None, float | None]:
-    if record is not None:
-        missing = [name for name in ("qk_init", "seed", "learning_rate", "status") if name not in record]
-        if missing:
-            raise ComparisonError(f"{str(folder / RECORD)!r} lacks {', '.join(missing)}.")
-        return arm_name(record["qk_init"]), record["seed"], record["learning_rate"]
     if expression is not None:
         found = expression.search(folder.as_posix())
         if found is None:
@@ -234,7 +229,14 @@ def _identity(
                 values |= match.groupdict()
                 rest = rest[: match.start()] + rest[match.end() :]
         values["arm"] = rest.strip("-_. ") or folder.resolve().parent.name
-    return values["arm"], _number(values.get("seed"), int, folder), _number(values.get("rate"), float, folder)
+    seed, rate = _number(values.get("seed"), int, folder), _number(values.get("rate"), float, folder)
+    if record is None:
+        return values["arm"], seed, rate
+    missing = [name for name in ("qk_init", "seed", "learning_rate", "status") if name not in record]
+    if missing:
+        raise ComparisonError(f"{str(folder / RECORD)!r} lacks {', '.join(missing)}.")
+    arm = arm_name(record["qk_init"]) if expression is None else values["arm"]
+    return arm, record["seed"], record["learning_rate"]
 
 
 def _number(text: str | None, kind: type, folder: Path) -> Any:

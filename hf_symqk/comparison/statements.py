@@ -41,7 +41,7 @@ def make_statements(
             f"p <= {level:g}."
         )
         for count, family, floor in sorted({_reach(contrast, contrasts) for contrast in tests}):
-            line = f"With {count} seeds and {family} comparison{'s' * (family > 1)}, p cannot go below {floor:.2g}"
+            line = f"With {count} seeds and {family} comparison{'s' * (family > 1)}, p cannot go below {floor:.3g}"
             needed = seeds_needed(family, level)
             lines.append(f"{line}: {needed} seeds could show a difference." if floor > level + 1e-12 else f"{line}.")
     if any(contrast.setting == OWN_RATES for contrast in contrasts):

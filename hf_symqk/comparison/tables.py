@@ -329,7 +329,7 @@ def _difference(value: float) -> str:
 
 
 def _probability(value: float) -> str:
-    return f"{value:.2g}" if value < 0.1 else f"{value:.2f}"
+    return f"{value:.2g}" if value < 0.01 else f"{value:.3f}"
 
 
 def _percent(value: float) -> str:

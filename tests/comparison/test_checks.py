@@ -27,9 +27,9 @@ def hashes(**changes):
     ("changed", "message"),
     [
         ({"batches": "other"}, "saw different batches"),
-        ({"weights": "other"}, r"started from different weights \(other than Q and K\)"),
+        ({"weights": "other"}, r"started from different weights \(other than Q, K and V of attention\)"),
+        ({"v": "other"}, r"started from different weights \(other than Q and K of attention\)"),
         ({"steps": 7}, "different numbers of steps"),
-        ({"batches": None}, "no hash of batches"),
     ],
 )
 def test_runs_of_one_seed_share_batches_and_other_weights(tmp_path, changed, message):
@@ -38,6 +38,25 @@ def test_runs_of_one_seed_share_batches_and_other_weights(tmp_path, changed, mes
     with pytest.raises(ComparisonError, match=message) as caught:
         compare_runs(folders)
     assert str(folders[1]) in str(caught.value)
+
+
+def test_hash_that_is_not_known(tmp_path):
+    """A run that was resumed from a checkpoint without its hashes is compared, with a statement."""
+    folders = pair(tmp_path, record(SYMMETRIC, hashes=hashes(batches=None)))
+    (line,) = [line for line in compare_runs(folders).notes if line.startswith("Pairing")]
+    assert "no hash of batches" in line
+    assert line.endswith(f"{folders[1]}.")
+
+
+def test_arguments_that_differ_by_wish(tmp_path):
+    """Fine-tuning a pretrained pair: the start differs by intent, the batches must not; arms are told by a pattern."""
+    first, second = (record(arguments={"model": name}, hashes=hashes(weights=name)) for name in "ab")
+    folders = pair(tmp_path, second, first)
+    (contrast,) = compare_runs(folders, baseline="a", pattern=r"/(?P<arm>\w)$", differing=["model"]).contrasts
+    assert (contrast.treated, contrast.baseline) == ("b", "a")
+    folders = pair(tmp_path / "c", second | {"hashes": hashes(batches="other")}, first)
+    with pytest.raises(ComparisonError, match="saw different batches"):
+        compare_runs(folders, baseline="a", pattern=r"/(?P<arm>\w)$", differing=["model"])
 
 
 def test_other_q_and_k_are_what_is_compared(tmp_path):
@@ -49,9 +68,9 @@ def test_other_q_and_k_are_what_is_compared(tmp_path):
 
 def test_redrawn_distribution_has_other_weights_by_intent(tmp_path):
     """V and biases are redrawn too, which is said and not refused; arms of one distribution still have to agree."""
-    folders = pair(tmp_path, record(KAIMING, hashes=hashes(weights="redrawn")))
+    folders = pair(tmp_path, record(KAIMING, hashes=hashes(v="redrawn")))
     assert any("redraws V and the biases" in line for line in compare_runs(folders).notes)
-    third = record({**KAIMING, "scheme": "independent"}, hashes=hashes(weights="yet another"))
+    third = record({**KAIMING, "scheme": "independent"}, hashes=hashes(v="yet another"))
     folders.append(write_run(tmp_path / "c", state(falling(2.5), {200: 2.7}), third))
     with pytest.raises(ComparisonError, match="different weights") as caught:
         compare_runs(folders)

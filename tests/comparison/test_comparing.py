@@ -61,7 +61,7 @@ def test_three_seeds_cannot_show_any(tmp_path):
     """However large the effect: p = 0.25, and the report says that the seeds are too few and how many it takes."""
     comparison = compare_runs([write_pairs(tmp_path, {"none": PLAIN[:3], "symmetric": lower(PLAIN[:3], 1.0)})])
     assert only(comparison).p == 0.25
-    assert only(comparison).verdict == "no evidence of a difference, nor could 3 seeds give any"
+    assert only(comparison).verdict == "too few seeds to tell: all 3 pairs agree, but p cannot go below 0.25"
     assert (
         "With 3 seeds and 1 comparison, p cannot go below 0.25: 6 seeds could show a difference." in comparison.notes
     )
@@ -88,9 +88,11 @@ def test_arms_are_corrected_for_and_symmetry_is_told_from_scale(tmp_path):
     }
     assert {one.p for one in comparison.contrasts} == {2**-5}
     assert {one.p_corrected for one in comparison.contrasts} == {4 * 2**-5}
-    assert {one.verdict for one in comparison.contrasts} == {"no evidence of a difference, nor could 6 seeds give any"}
+    assert {one.verdict for one in comparison.contrasts} == {
+        "too few seeds to tell: all 6 pairs agree, but p cannot go below 0.125"
+    }
     assert pairs["symmetric-kaiming_uniform", "independent-kaiming_uniform"].held_out.mean == pytest.approx(0.1)
-    assert any("4 comparisons, p cannot go below 0.12: 8 seeds could" in line for line in comparison.notes)
+    assert any("4 comparisons, p cannot go below 0.125: 8 seeds could" in line for line in comparison.notes)
 
 
 def test_contrasts_that_are_asked_for(tmp_path):
