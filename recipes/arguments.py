@@ -29,7 +29,9 @@ __all__ = [
     "SourceArguments",
     "TokenizerArguments",
     "parse_arguments",
+    "parse_own_arguments",
     "parse_qk_init",
+    "read_argument_file",
 ]
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
@@ -278,7 +280,7 @@ def parse_arguments(
     parser = _parser(dataclass_types)
     from_file: dict[str, Any] = {}
     if words and words[0].lower().endswith(CONFIG_SUFFIXES) and not words[0].startswith("-"):
-        from_file = _read_file(Path(words.pop(0)))
+        from_file = read_argument_file(Path(words.pop(0)))
         _check_file(from_file, dataclass_types)
 
     given = set(from_file) | _given_on_command_line(dataclass_types, words)
@@ -305,7 +307,42 @@ def _parser(dataclass_types: Sequence[Any], add_help: bool = True) -> HfArgument
     return HfArgumentParser(list(dataclass_types), allow_abbrev=False, add_help=add_help)
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def parse_own_arguments(dataclass_type: Any, argv: Sequence[str]) -> tuple[Any, list[str]]:
+    """
+    Reads the arguments of a program that hands the others on to a recipe.
+
+    Args:
+        dataclass_type (`type`):
+            Dataclass to fill.
+        argv (sequence of `str`):
+            Words of the command line, without the program.
+
+    Returns:
+        `tuple`: the filled dataclass, and the words that it does not know, in their order.
+
+    Raises:
+        RecipeError: for a value that the dataclass rejects.
+    """
+    filled, rest = _parser([dataclass_type]).parse_args_into_dataclasses(
+        args=list(argv), look_for_args_file=False, return_remaining_strings=True
+    )
+    return filled, list(rest)
+
+
+def read_argument_file(path: Path) -> dict[str, Any]:
+    """
+    Reads a file of arguments.
+
+    Args:
+        path (`Path`):
+            A YAML or JSON file.
+
+    Returns:
+        `dict`: name to value.
+
+    Raises:
+        RecipeError: if it is missing, unreadable, or no mapping.
+    """
     if not path.is_file():
         raise RecipeError(f"argument file {str(path)!r} does not exist (working folder: {os.getcwd()!r}).")
     text = path.read_text(encoding="utf-8")

@@ -325,7 +325,7 @@ def _loss(value: float) -> str:
 
 
 def _difference(value: float) -> str:
-    return f"{value:+.3f}"
+    return f"{round(value, 3) + 0.0:+.3f}"  # a zero has no sign
 
 
 def _probability(value: float) -> str:
