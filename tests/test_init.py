@@ -290,7 +290,7 @@ def test_bad_options_are_refused_on_construction(value, message):
 IRREGULAR_AND_WRITABLE = [
     architecture
     for architecture in IRREGULAR
-    if not architecture.name.startswith("deepseek") and architecture.name != "qwen3_next"
+    if not architecture.name.startswith(("deepseek", "axk2")) and architecture.name != "qwen3_next"
 ]
 
 
@@ -317,6 +317,7 @@ def test_irregular_layouts_keep_the_promise(architecture: Architecture):
         ("bert", SymmetricInit(attention="cross"), r"no cross-attention layer .* only \['self'\]"),
         ("deepseek_v3", "symmetric", r"layers.0.self_attn.*query weight .* is a product \(q_a_proj, q_b_proj\)"),
         ("deepseek_v2", "symmetric", r"layers.0.self_attn.*key weight .*kv_b_proj.*scored but not initialised"),
+        ("axk2", "symmetric", r"query weight .* is a product \(q_a_proj, q_gate_proj\)"),
         ("qwen3_next", "symmetric", r"(?s)to reach every layer, but .*GatedDeltaNet"),
     ],
 )

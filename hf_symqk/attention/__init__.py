@@ -22,7 +22,17 @@ from .layouts import (
     register_qk_layout,
     unregister_qk_layout,
 )
-from .rows import GatedRows, HeadRows, HeadShape, LatentRows, Part, RowSelector, ShardedRows, WholeRows
+from .rows import (
+    GatedRows,
+    HeadRows,
+    HeadShape,
+    LatentRows,
+    Part,
+    PerHeadRows,
+    RowSelector,
+    ShardedRows,
+    WholeRows,
+)
 from .selection import ATTENTION_KINDS, AttentionKind, LayerChoice, PlacedLayer, select_layers
 from .tensors import full_shape, linear_shape, storage_name, whole_linears, whole_parameters
 
@@ -46,6 +56,7 @@ __all__ = [
     "LayerChoice",
     "LearnedScale",
     "Part",
+    "PerHeadRows",
     "PlacedLayer",
     "Projection",
     "QKLayout",

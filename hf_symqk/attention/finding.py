@@ -37,17 +37,27 @@ CROSS_ATTENTION = re.compile(
 )
 LOOKS_LIKE_ATTENTION = re.compile(r"attention|attn|deltanet", re.IGNORECASE)
 # Parts of attention that are named after it and project neither queries nor keys.
-_NO_ATTENTION = re.compile(r"(Output|MLP|Mlp|Layer|Block)$")
+_NO_ATTENTION = re.compile(r"(Output|MLP|Mlp|Layer|Block|Bias)$")
 # Projections of the same names also feed what is no softmax over products of tokens: by names and classes of modules,
 # and by model types, all of whose attention is of another kind.
 _NOT_SOFTMAX = re.compile(
     r"linear_?attn|linear_?attention|lightning_?attention|deltanet|indexer|channel_?attn|channel_?attention"
-    r"|global_?pointer|assign",
+    r"|global_?pointer|(?<!pre_)assign|additive|GRUCell",
     re.IGNORECASE,
 )
 _NOT_SOFTMAX_TYPES = {"autoformer", "mra", "xlstm", "yoso"}
 # Children that mix the tokens of queries and keys before attention sees them, or reduce the keys' tokens in space.
-_MIXES_TOKENS = re.compile(r"conv1d|[qk]_s?conv\w*|conv_qk\w*|sr|sequence_reduction|spatial_reduction")
+_MIXES_TOKENS = re.compile(
+    r"conv1d|sconv|[qk]_s?conv\w*|conv_qk\w*|convolution_projection_(query|key)|sr|sequence_reduction|spatial_reduction"
+)
+# What parts of a module, by their names, say of why no layout serves it.
+_REASONS = (
+    (_MIXES_TOKENS, "{} mixes tokens before queries and keys meet"),
+    (re.compile("experts"), "queries are routed through {}"),
+    (re.compile("query_key"), "queries and keys are hashed, and share {}"),
+)
+# Attributes by which modules say that queries are the largest of those of several tokens.
+_POOLS_QUERIES = ("query_stride",)
 # Attention that pools tokens by a learned probe, its only query.
 _PROBE = re.compile(r"(^|\.)head(\.attention)?$|pooling_head", re.IGNORECASE)
 # Name parts that wrappers (DDP, FSDP1, torch.compile, activation checkpointing) put between the names of a model.
@@ -213,6 +223,9 @@ def _reason_to_skip(name: str, module: nn.Module, kind: str | None, layout: QKLa
     mixing = [child for child in module._modules if _MIXES_TOKENS.fullmatch(child)]
     if mixing:
         return f"{mixing[0]} mixes tokens before queries and keys meet"
+    strides = [value_of(module, name) for name in _POOLS_QUERIES]
+    if any(stride not in (None, 1, (1, 1)) for stride in strides):
+        return "each query is pooled from those of several tokens"
     # Latent attention is softmax attention whatever its model is called.
     composed = isinstance(layout.key, ComposedProjection)
     if kind in _NOT_SOFTMAX_TYPES or (not composed and _NOT_SOFTMAX.search(f"{name}.{type(module).__name__}")):
@@ -242,6 +255,35 @@ def _kind(name: str, module: nn.Module, layout: QKLayout) -> Literal["self", "cr
     return "cross" if flagged or len(widths) > 1 or named else "self"
 
 
+def _outwards(name: str) -> Iterator[str]:
+    """A module's name, and those of the modules around it but for the whole model."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def _is_linear(holder: nn.Module) -> bool:
+    return linear_shape(holder) is not None
+
+
+def _holds_weights(holder: nn.Module) -> bool:
+    return any(parameter.ndim > 1 for parameter in holder.parameters())
+
+
+def _reason_of_parts(name: str, module: nn.Module) -> str:
+    """Why no layout can serve a module, as far as names and shapes of its parts say."""
+    if _NOT_SOFTMAX.search(f"{name}.{type(module).__name__}"):
+        return "no softmax over products of queries and keys"
+    for path, part in module.named_modules():
+        for pattern, reason in _REASONS:
+            if pattern.fullmatch(path.rpartition(".")[2]):
+                return reason.format(path)
+        weight = part._parameters.get("weight")
+        if weight is not None and weight.ndim == 3 and not hasattr(part, "kernel_size"):
+            return f"{path} holds several matrices, of which a forward chooses"
+    return ""
+
+
 def _left_out(
     modules: list[tuple[str, nn.Module, Any]], found: list[AttentionLayer], skipped: dict[str, str]
 ) -> list[str]:
@@ -250,18 +292,28 @@ def _left_out(
     within = [layer.name for layer in found]
     within += [name for name, module, _ in modules if "pool" in type(module).__name__.lower()]
     names: dict[str, list[str]] = {}
-    for name, module, config in modules:
-        kind = type(module).__name__
-        if name not in skipped and (not LOOKS_LIKE_ATTENTION.search(kind) or _NO_ATTENTION.search(kind)):
-            continue
-        weights = [child for child, holder in module.named_children() if linear_shape(holder) is not None]
-        if not weights or "sampling_offsets" in weights:  # only norms; deformable attention has no W_k
-            continue
-        if any(f"{known}.".startswith(f"{name}.") or f"{name}.".startswith(f"{known}.") for known in within):
-            continue
-        entry = f"{kind} (model type {value_of(config, 'model_type')!r}) with {', '.join(weights)}"
-        entry += f": {skipped[name]}" if name in skipped else ""
-        names.setdefault(entry, []).append(name or "(root)")
+    looked_at = [
+        (name, module, config)
+        for name, module, config in modules
+        if name in skipped
+        or (LOOKS_LIKE_ATTENTION.search(type(module).__name__) and not _NO_ATTENTION.search(type(module).__name__))
+    ]
+    # Weights that stand deeper count where nothing that was told apart has them.
+    for holds in (_is_linear, _holds_weights):
+        known, around = set(within), {outer for name in within for outer in _outwards(name)}
+        for name, module, config in looked_at:
+            if name in around or not known.isdisjoint(_outwards(name)):
+                continue
+            weights = [child for child, holder in module.named_children() if holds(holder)]
+            if not weights or "sampling_offsets" in weights:  # only norms; deformable attention has no W_k
+                continue
+            entry = (
+                f"{type(module).__name__} (model type {value_of(config, 'model_type')!r}) with {', '.join(weights)}"
+            )
+            reason = skipped.get(name) or _reason_of_parts(name, module)
+            entry += f": {reason}" if reason else ""
+            names.setdefault(entry, []).append(name or "(root)")
+        within += [name for kin in names.values() for name in kin]
     return [
         f"  {kin[0]}{f' and {len(kin) - 1} more' if len(kin) > 1 else ''}: {entry}" for entry, kin in names.items()
     ]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .layouts import ComposedProjection, Projection, QKLayout
-from .norms import fold_gain
+from .norms import batch_norm_gain, fold_gain
 from .projections import has_projection, stored_widths, weight_of
 from .rows import HeadShape, Part
 from .tensors import LinearTensors, is_sharded, storage_name, whole_linears, whole_parameters
@@ -108,6 +108,12 @@ class AttentionLayer:
                     f"{self.name!r}: the {part} weight of layout {self.layout.name!r} is a product ({names}); it can "
                     "be scored but not initialised."
                 )
+            if projection.batch_norm is not None:
+                raise ValueError(
+                    f"{self.name!r}: the {part} rows of layout {self.layout.name!r} go through {projection.batch_norm}"
+                    ", which rescales each of them by the statistics of the data; they can be scored but not "
+                    "initialised."
+                )
 
     def storages(self, *parts: Part) -> set[str]:
         """Names of the forms in which the parts' linear maps are stored (see [`storage_name`])."""
@@ -148,7 +154,9 @@ class AttentionLayer:
             if piece.is_parameter
             for name in (piece.weight, piece.bias)
         ]
-        norms = [self._between(projection) for projection in projections.values()]
+        inner = [name for one in projections.values() if isinstance(one, ComposedProjection) for name in one.norms]
+        inner += [piece.batch_norm for piece in pieces if piece.batch_norm is not None]
+        norms = [self._norm(name) for name in dict.fromkeys(inner)]
         gains = [parameter for norm in norms if norm is not None for parameter in norm.parameters()]
         with (
             whole_parameters(gains) as whole_gains,
@@ -191,24 +199,27 @@ class AttentionLayer:
                 w_q = w_q * scale.unsqueeze(-1)
             yield w_q, w_k
 
-    def _between(self, projection: Projection | ComposedProjection) -> nn.Module | None:
-        """The norm between the two maps of a composed projection, if it is one and has one."""
-        if not isinstance(projection, ComposedProjection) or projection.norm is None:
+    def _norm(self, name: str | None) -> nn.Module | None:
+        """A norm of the attention module by its path, if it has it."""
+        try:
+            return None if name is None else self.module.get_submodule(name)
+        except AttributeError:
             return None
-        return getattr(self.module, projection.norm, None)
 
     def _part(self, projection: Projection | ComposedProjection, read: _Read) -> HeadTensors:
         if isinstance(projection, Projection):
             return self._split(projection, read)
         down, up = self._split(projection.down, read), self._split(projection.up, read)
-        norm = self._between(projection)
-        latent = fold_gain(self.name, down.weight, norm, read.parameters).flatten(0, 1)
+        latent = fold_gain(self.name, down.weight, self._norm(projection.norm), read.parameters)
+        if projection.twice:
+            latent = torch.cat([latent, down.weight.to(latent)], 1)
         dtype = torch.promote_types(torch.promote_types(latent.dtype, up.weight.dtype), torch.float32)
-        weight = up.weight.to(dtype) @ latent.to(dtype)
+        weight = up.weight.to(dtype) @ latent.flatten(0, 1).to(dtype)
         if projection.scale is not None:
             weight = weight * getattr(self.module, projection.scale, 1.0)
         if projection.shared is not None:
-            shared = self._split(projection.shared, read).weight.to(dtype)
+            shared = self._split(projection.shared, read).weight
+            shared = fold_gain(self.name, shared, self._norm(projection.shared_norm), read.parameters).to(dtype)
             weight = torch.cat([weight, shared.expand(weight.shape[0], -1, -1)], 1)
         # What a norm or a scale makes of biases is left aside: nobody reads those of a product.
         return HeadTensors(weight, None)
@@ -224,7 +235,12 @@ class AttentionLayer:
         else:
             weight, bias = read.linears[self.module.get_submodule(piece.module)]
             weight = weight.flatten(1)  # a convolution of one token has dimensions of size 1 behind
-        return LinearTensors(weight.mT if piece.transposed else weight, bias)
+        weight = weight.mT if piece.transposed else weight
+        if (norm := self._norm(piece.batch_norm)) is not None:
+            # What the norm makes of the bias is left aside: no part of W_qk.
+            gain = batch_norm_gain(norm, read.parameters)
+            weight, bias = weight.to(torch.promote_types(weight.dtype, gain.dtype)) * gain.unsqueeze(1), None
+        return LinearTensors(weight, bias)
 
     def _split(self, piece: Projection, read: _Read) -> HeadTensors:
         weight, bias = self._rows(piece, read)

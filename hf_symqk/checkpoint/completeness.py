@@ -14,6 +14,8 @@ __all__ = ["beyond_the_model", "require_complete"]
 
 # Layers that predict further tokens are saved with a model and not loaded with it.
 _PREDICTS_FURTHER = re.compile(r"(^|\.)mtp(\.|_)")
+# A list of layers and a number in it, from the left.
+_IN_A_LIST = re.compile(r"(?:(.*?)\.)?(\d+)(?:\.(.*))?$")
 _FURTHER_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 
 
@@ -31,7 +33,7 @@ class _Stack(NamedTuple):
 def _stacks(paths: Iterable[str], config: PreTrainedConfig) -> dict[str, _Stack]:
     stacks: dict[str, _Stack] = {}
     for path in paths:
-        found = re.match(r"(?:(.*?)\.)?(\d+)(?:\.(.*))?$", path)
+        found = _IN_A_LIST.match(path)
         if found is None:
             continue
         name = found[1] or ""
@@ -124,11 +126,14 @@ def _require_alike(name: str, stack: _Stack) -> None:
 
 
 def _may_be_absent(path: str, modules: frozenset[str]) -> bool:
-    """Only some layers may have cross-attention at all."""
+    """Only some layers may have cross-attention at all, and of stages one may have fewer layers than another."""
     attention = path.rpartition(".")[0]
-    return CROSS_ATTENTION.search(attention) is not None and not any(
-        other.startswith(f"{attention}.") for other in modules
-    )
+    if CROSS_ATTENTION.search(attention) and not any(other.startswith(f"{attention}.") for other in modules):
+        return True
+    inner = _IN_A_LIST.match(path)
+    # Its own list ends before; a gap in it would be noticed.
+    numbers = [found for other in modules if inner and (found := _IN_A_LIST.match(other)) and found[1] == inner[1]]
+    return inner is not None and all(int(found[2]) < int(inner[2]) for found in numbers)
 
 
 def _is_part(path: str) -> bool:

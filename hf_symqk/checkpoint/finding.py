@@ -240,7 +240,7 @@ def _layer(
 
 def _disagreement(found: AttentionLayer, query: Part, section: Section, widths: set[int]) -> str | None:
     """What the config says otherwise than the shapes."""
-    if found.kind != "self" or section.per_layer:
+    if found.kind != "self" or section.per_layer or isinstance(found.layout.num_heads, int):
         return None
     heads, said = found.heads, section.hidden_sizes
     tensor = next(iter((*query.needed, *query.added)))

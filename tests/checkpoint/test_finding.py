@@ -396,3 +396,14 @@ def test_sides_that_count_heads_by_kind(tmp_path):
     model = build("lw_detr")
     model.save_pretrained(tmp_path)
     assert score_checkpoint(tmp_path) == score_model(model)
+
+
+@pytest.mark.parametrize("depths", [[1, 1, 3, 2], [2, 2, 1, 1]])
+def test_stages_of_different_lengths_are_complete(depths, tmp_path):
+    """A stage that is shorter than another lacks nothing: Swin's usual depths (2, 2, 6, 2) were taken for a loss."""
+    config = transformers.SwinConfig(
+        image_size=32, patch_size=2, embed_dim=16, depths=depths, num_heads=[1, 2, 4, 8], window_size=2
+    )
+    model = transformers.AutoModel.from_config(config)
+    model.save_pretrained(tmp_path)
+    assert score_checkpoint(tmp_path) == score_model(model)

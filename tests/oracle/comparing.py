@@ -247,7 +247,7 @@ def _direct_calls(layer: AttentionLayer, width: int) -> Iterator[Call]:
     generator = torch.Generator().manual_seed(2)
     tokens = 4
     dims = dict.fromkeys((layer.heads.head_dim, _rotary_width(module), layer.heads.head_dim // 2))
-    for shape in ((2, tokens, width), (tokens, width), (1, 4, 4, width)):
+    for shape in ((2, tokens, width), (tokens, width), (1, 4, 4, width), (1, width, 4, 4)):
         hidden = torch.randn(shape, generator=generator)
         for dim in (*(d for d in dims if d), None, 0):  # 0: without positions, where they need not be given
             for lead in ((1, tokens), (tokens,), (1, 1, tokens)):

@@ -69,6 +69,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "informer": {"prediction_length": 8, "context_length": 16},
     "time_series_transformer": {"prediction_length": 8, "context_length": 16},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    # So few tokens that there are no keys of groups of tokens.
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 64, "heavily_compressed_attention": 128}},
     "big_bird": {"attention_type": "original_full"},
     "bigbird_pegasus": {"attention_type": "original_full"},
     "nemotron": {"num_key_value_heads": 2},
@@ -94,6 +96,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lw_detr": {"projector_scale_factors": [1.0]},
     "lw_detr_vit": {"num_hidden_layers": 4, "window_block_indices": [0, 2], "out_features": ["stage2", "stage4"]},
     "mimi": {"upsample_groups": 64},
+    "squeezebert": {"embedding_size": 64},
     "moonshine_streaming": {"num_key_value_heads": 4},
     "t5gemma2_text": {"dropout_rate": 0.0},
     # Two layers that share their attention, since sharing is what the class checks.
