@@ -15,6 +15,7 @@ import importlib.util
 import itertools
 import json
 import shlex
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -249,7 +250,12 @@ def main(argv: Sequence[str] | None = None) -> list[Outcome]:
     return outcomes
 
 
+def _terminate(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _terminate)  # as a scheduler sends it; the runs that are under way end with this one
     try:
         ended = main()
     except RecipeError as error:

@@ -62,13 +62,21 @@ def recipe(tmp_path):
 
 
 @pytest.fixture
-def run(recipe, tmp_path):
+def run_and_draw(recipe, tmp_path):
     """Runs the comparison in this process; the runs are processes of their own."""
 
     def start(*words):
         return main(["--recipe", str(recipe), "--launcher", "python", "--output_dir", str(tmp_path / "out"), *words])
 
     return start
+
+
+@pytest.fixture
+def run(run_and_draw, monkeypatch):
+    """The same without the figure, which takes longer than all of the rest."""
+    write = compare.write_comparison
+    monkeypatch.setattr(compare, "write_comparison", lambda found, folder, figure: write(found, folder, figure=False))
+    return run_and_draw
 
 
 def starts(folder):
@@ -79,9 +87,9 @@ def starts(folder):
     }
 
 
-def test_pairs_and_their_comparison(run, tmp_path, capsys):
+def test_pairs_and_their_comparison(run_and_draw, tmp_path, capsys):
     """Each arm with each seed, pairs first; recipe arguments are passed on; tables, figure and JSON are written."""
-    outcomes = run("--seeds", "0", "1", "--block_size", "32")
+    outcomes = run_and_draw("--seeds", "0", "1", "--block_size", "32")
     assert [outcome.job.name for outcome in outcomes] == [
         "none--seed0",
         "symmetric--seed0",
@@ -261,7 +269,9 @@ def test_launcher(monkeypatch):
     assert words == (str(Path(sys.executable).parent / "python"), "-X", "dev mode")
 
 
-def test_interrupt_ends_the_runs(recipe, tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupt_ends_the_runs(recipe, tmp_path, number, status):
     """No run is left behind that nobody waits for; the finished ones stay finished."""
     command = [sys.executable, RECIPES / "compare.py", "--recipe", recipe, "--launcher", "python", "--seeds", "0"]
     out = tmp_path / "out"
@@ -270,9 +280,9 @@ def test_interrupt_ends_the_runs(recipe, tmp_path):
     while not record.exists() or not record.read_text():
         assert process.poll() is None
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == status
     assert run_status(out / "runs" / "none--seed0") == "finished"
     assert run_status(record.parent) == "running"
     hanging = [
@@ -288,3 +298,26 @@ def _read(path):
         return path.read_bytes()
     except OSError:
         return b""
+
+
+@pytest.mark.slow
+def test_pairs_of_the_real_recipe(tmp_path, capsys):
+    """mlm.py: pairs pass the check of their hashes, also those whose V is redrawn; a second command adds a seed and
+    repeats nothing; a few steps teach nothing, and the report says so."""
+    overrides = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
+    small = ["--max_steps", "6", "--logging_steps", "1", "--eval_steps", "3", "--per_device_train_batch_size", "4"]
+    words = ["--output_dir", str(tmp_path), "--launcher", "python", "--config_overrides", overrides, *small]
+    symmetric, independent = (
+        json.dumps({"scheme": scheme, "distribution": "kaiming_uniform"}) for scheme in ("symmetric", "independent")
+    )
+    first = main(["--qk_init", "none", symmetric, independent, "--seeds", "0", *words])
+    assert [outcome.problem for outcome in first] == [""] * 3
+    second = main(["--qk_init", "none", symmetric, "--seeds", "0", "1", *words])
+    assert [outcome.job.name for outcome in second] == ["none--seed1", "symmetric-kaiming_uniform--seed1"]
+    document = json.loads((tmp_path / "comparison" / "comparison.json").read_text())
+    assert not any("Pairing" in line for line in document["notes"])
+    found = {(one["treated"], one["baseline"]): one for one in document["contrasts"]}
+    assert found["symmetric-kaiming_uniform", "none"]["seeds"] == [0, 1]
+    assert found["symmetric-kaiming_uniform", "independent-kaiming_uniform"]["seeds"] == [0]
+    assert all(one["verdict"].startswith("inconclusive") for one in found.values())
+    assert "finished already: none--seed0, symmetric-kaiming_uniform--seed0" in capsys.readouterr().out
