@@ -261,9 +261,8 @@ def _contrast(
     seeds = [seed for seed in by_seed[1] if seed in by_seed[0]]
     alone = sorted({str(seed) for found in by_seed for seed in found if seed not in seeds})
     if alone:
-        notes.append(
-            f"{treated[0]} against {base[0]}: seeds {', '.join(alone)} are of one of them only, and left out."
-        )
+        which = f"seed{'s' * (len(alone) > 1)} {', '.join(alone)}"
+        notes.append(f"{treated[0]} against {base[0]}: not both have {which}, which is left out.")
     if not seeds:
         return None
     mates = [(by_seed[0][seed], by_seed[1][seed]) for seed in seeds]
