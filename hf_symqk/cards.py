@@ -138,7 +138,8 @@ def _results(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _task(model_class: str) -> str | None:
-    return next((task for task, classes in TASK_MAPPING.items() if model_class in classes.values()), None)
+    tasks: dict[str, dict[str, str]] = TASK_MAPPING  # it carries no types of its own
+    return next((task for task, classes in tasks.items() if model_class in classes.values()), None)
 
 
 def _hub_id(name: Any) -> str | None:

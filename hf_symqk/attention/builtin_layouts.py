@@ -121,7 +121,7 @@ register_qk_layout(
     name="vision_proj/text_proj",
     query=Projection("vision_proj", HeadRows("query")),
     key=Projection("text_proj", HeadRows("key")),
-    file_types=(),
+    file_types=["grounding-dino", "mm-grounding-dino"],
 )
 
 
@@ -150,7 +150,14 @@ register_qk_layout(
     name="in_proj_weight",  # torch's own `nn.MultiheadAttention`
     **_fused("", _order(*_PARTS), weight="in_proj_weight", bias="in_proj_bias"),
     # Modules of others have head counts of their own, which only the live module knows.
-    file_types=["siglip_vision_model", "siglip2_vision_model"],
+    file_types=[
+        "bridgetower",
+        "bridgetower_vision_model",
+        "mask2former",
+        "oneformer",
+        "siglip2_vision_model",
+        "siglip_vision_model",
+    ],
 )
 
 # Fused projections: the same module name stands for different orders of rows, so the model types are listed.
@@ -356,7 +363,7 @@ register_qk_layout(
     name="q_proj/k_proj + in_proj_weight",
     query=_projected_twice("q_proj", "query"),
     key=_projected_twice("k_proj", "key"),
-    file_types=(),
+    file_types=["aria"],
 )
 
 # --- queries that are multiplied by something learned ----------------------------------------------------------------

@@ -23,6 +23,7 @@ __all__ = [
     "LearnedScale",
     "Projection",
     "QKLayout",
+    "is_built_in",
     "layouts",
     "register_qk_layout",
     "unregister_qk_layout",
@@ -147,6 +148,17 @@ class QKLayout:
     def pieces(self) -> tuple[Projection, ...]:
         """The linear maps that W_q and W_k are made of; a fused one stands twice."""
         return (*self.query.pieces, *self.key.pieces)
+
+    @property
+    def lendable(self) -> tuple[Projection, ...]:
+        """What other layers may borrow of the key: all of it, or the latent that each expands for itself."""
+        return self.key.pieces[:-1] if isinstance(self.key, ComposedProjection) else self.key.pieces
+
+    @property
+    def lent_norms(self) -> tuple[str, ...]:
+        """Names of the norms that come with what is lent."""
+        inner = self.key.norm if isinstance(self.key, ComposedProjection) else None
+        return self.key_norms if inner is None else (*self.key_norms, inner)
 
     @property
     def inner_norms(self) -> tuple[str, ...]:
@@ -277,6 +289,11 @@ def layouts() -> list[QKLayout]:
     return list(reversed(_LAYOUTS.values()))
 
 
+def is_built_in(layout: QKLayout) -> bool:
+    """Whether an entry came with the package; one of the same name that somebody else registered did not."""
+    return _BUILT_IN.get(layout.name) is layout
+
+
 def _load_entry_points() -> None:
     """Registers the layouts of other packages, once. What was registered by hand before stays ahead of them."""
     if _loaded:
@@ -308,4 +325,4 @@ def _load_entry_points() -> None:
 from . import builtin_layouts  # noqa: E402, F401
 
 
-_BUILT_IN = frozenset(_LAYOUTS)
+_BUILT_IN = dict(_LAYOUTS)  # before anybody else adds to it

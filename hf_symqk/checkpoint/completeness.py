@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
-from ..attention import CROSS_ATTENTION, layouts
+from ..attention import CROSS_ATTENTION, borrowed_from, layouts
+from .counts import length_of
 from .sections import section_of
 
 
@@ -38,7 +39,8 @@ def _stacks(paths: Iterable[str], config: PreTrainedConfig) -> dict[str, _Stack]
             continue
         name = found[1] or ""
         if name not in stacks:
-            stacks[name] = _Stack({}, section_of(config, name).num_hidden_layers or 0)
+            said = length_of(config, name)
+            stacks[name] = _Stack({}, (section_of(config, name).num_hidden_layers if said is None else said) or 0)
         stacks[name].layers.setdefault(int(found[2]), set()).add(found[3] or "")
     return stacks
 
@@ -92,7 +94,7 @@ def require_complete(paths: Iterable[str], attention: Mapping[str, set[str]], co
     }
     for name, stack in sorted(stacks.items()):
         _require_numbers(name, stack, stacks)
-        _require_alike(name, stack)
+        _require_alike(name, stack, config)
 
 
 def _require_numbers(name: str, stack: _Stack, stacks: Mapping[str, _Stack]) -> None:
@@ -108,21 +110,36 @@ def _require_numbers(name: str, stack: _Stack, stacks: Mapping[str, _Stack]) -> 
         )
 
 
-def _require_alike(name: str, stack: _Stack) -> None:
+def _require_alike(name: str, stack: _Stack, config: PreTrainedConfig) -> None:
     """A layer of another kind has something else instead; one that only lacks something is broken."""
-    kinds: dict[frozenset[str], int] = {}
+    kinds: dict[tuple[frozenset[str], frozenset[str]], int] = {}
     for number, modules in stack.layers.items():
-        kinds.setdefault(frozenset(modules), number)
-    parts = {kind: {path for path in kind if _is_part(path)} for kind in kinds}
-    for kind, number in kinds.items():
-        for other, sibling in kinds.items():
-            missing = sorted(path for path in parts[other] - parts[kind] if not _may_be_absent(path, kind))
+        kinds.setdefault((frozenset(modules), _borrowed(_numbered(name, number), modules, config)), number)
+    parts = {modules: {path for path in modules if _is_part(path)} for modules, _ in kinds}
+    for (kind, borrowed), number in kinds.items():
+        for (other, _), sibling in kinds.items():
+            missing = sorted(path for path in parts[other] - parts[kind] - borrowed if not _may_be_absent(path, kind))
             if missing and kind < other:
-                layer = f"{name}.{number}" if name else str(number)
                 raise ValueError(
-                    f"no tensor of {layer}.{missing[0]}, which its sibling layer {sibling} has. Download the "
-                    "checkpoint again, unless the layer borrows it from another one, which is not known here."
+                    f"no tensor of {_numbered(name, number)}.{missing[0]}, which its sibling layer {sibling} has. "
+                    "Download the checkpoint again, unless the layer borrows it from another one, which is not known "
+                    "here."
                 )
+
+
+def _numbered(name: str, number: int) -> str:
+    return f"{name}.{number}" if name else str(number)
+
+
+def _borrowed(layer: str, modules: Iterable[str], config: PreTrainedConfig) -> frozenset[str]:
+    """Paths below a layer of what another layer lends it."""
+    names = {name for layout in layouts() for name in (*(piece.path for piece in layout.lendable), *layout.lent_norms)}
+    return frozenset(
+        f"{attention}.{name}"
+        for attention in {path.rpartition(".")[0] for path in modules}
+        if attention and borrowed_from(f"{layer}.{attention}", section_of(config, layer)) is not None
+        for name in names
+    )
 
 
 def _may_be_absent(path: str, modules: frozenset[str]) -> bool:

@@ -14,7 +14,7 @@ from .._rendering import Column, Format, Report, plain_cells, render, text_below
 from .messages import say
 
 
-__all__ = ["Column", "Format", "Report", "check_writable", "choose_format", "write_report"]
+__all__ = ["Cell", "Column", "Format", "Report", "check_writable", "choose_format", "write_report"]
 
 _GAP = 2  # between columns, one of them the (blank) rule of the box
 

@@ -86,7 +86,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "ernie4_5_vl_moe_text": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0, "mrope_section": [3, 3, 2]}
     },
+    # Fields that their models leave aside for D/H, which is what they hold in every published config.
+    **{
+        name: {"head_dim": 16}
+        for name in ("blt_global_transformer", "blt_local_decoder", "blt_local_encoder", "blt_patcher", "pixtral")
+    },
     "esm": {"pad_token_id": 1, "mask_token_id": 32},
+    "glm5_next_text": {"qk_head_dim": 16},  # without rotation
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     **{
         name: {"hidden_dim": 64, "dim_head": 16, "context_size": 10, "max_pos_emb": 16}
