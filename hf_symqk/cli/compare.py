@@ -24,7 +24,7 @@ EXAMPLES = """
 The runs of a folder: [cyan]symqk compare out/runs[/cyan]
 With tables and figure: [cyan]symqk compare out/none-seed* out/symmetric-seed* --output-dir out/comparison[/cyan]
 Curves of a file: [cyan]symqk compare curves.csv --markdown[/cyan]
-Scale apart from symmetry: [cyan]symqk compare out/runs --contrast symmetric:none[/cyan]
+Two arms only: [cyan]symqk compare out/runs --contrast symmetric:independent[/cyan]
 """
 
 _OUTPUT = "Output"

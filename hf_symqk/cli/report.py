@@ -10,15 +10,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .._rendering import Column, Format, Report, plain_cells, render, text_below
+from .._rendering import Cell, Column, Format, Report, plain_cells, render, text_below
 from .messages import say
 
 
 __all__ = ["Cell", "Column", "Format", "Report", "check_writable", "choose_format", "write_report"]
 
 _GAP = 2  # between columns, one of them the (blank) rule of the box
-
-
 _SUFFIXES = {
     ".txt": Format.TEXT,
     ".json": Format.JSON,
