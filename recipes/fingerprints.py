@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers.trainer_callback import ExportableState
 
 from hf_symqk.attention import AttentionLayer, Part, full_shape, survey_attention, whole_parameters
 from hf_symqk.attention.projections import piece_widths
+from hf_symqk.cards import CARD
 
 
 __all__ = ["BatchFingerprint", "FingerprintedTrainer", "count_parameters", "fingerprint_weights"]
@@ -195,6 +197,19 @@ class FingerprintedTrainer(Trainer):
             event.synchronize()
         self.batch_fingerprint.add(copies, self.state.global_step)
         return loss
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """
+        Leaves the card of the run as it is: `Trainer` would write its draft over it when it pushes.
+
+        Args:
+            args:
+                See `Trainer`.
+            kwargs:
+                See `Trainer`.
+        """
+        if not (Path(str(self.args.output_dir)) / CARD).exists():
+            super().create_model_card(*args, **kwargs)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         # The main process alone asks callbacks for their state, when it is too late to ask the others.

@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -29,9 +30,13 @@ from transformers import (
 )
 
 import hf_symqk
+from hf_symqk.cards import SCORES_FIGURE, write_model_card
+from hf_symqk.plots import plot_history
 
 
 __all__ = ["UNLESS_GIVEN", "Run", "recipe_defaults", "run_script", "start_run"]
+
+logger = logging.getLogger(__name__)
 
 # A default must not overrule what the user asks for in other words.
 UNLESS_GIVEN = {
@@ -174,7 +179,8 @@ class Run:
             `PreTrainedModel`: what `make` returned.
 
         Raises:
-            RecipeError: if `qk_init` is a string that opens a JSON object but is none; and what `make` raises.
+            RecipeError: if `qk_init` is a string that opens a JSON object but is none, or the model has no attention
+                that can be scored; and what `make` raises.
         """
         arguments, option = self.training_arguments, parse_qk_init(qk_init)
         if arguments.full_determinism:
@@ -187,8 +193,10 @@ class Run:
         self.announce(
             f"model: {type(model).__name__}, {count_parameters(model):,} parameters, qk_init={option or 'none'}"
         )
-        if arguments.do_train:
+        try:
             self._weights = fingerprint_weights(model)
+        except ValueError as error:  # no attention that could be initialised or scored
+            raise RecipeError(str(error)) from error
         return model
 
     def callbacks(self) -> list[TrainerCallback]:
@@ -204,7 +212,7 @@ class Run:
     ) -> dict[str, float]:
         """
         Trains and evaluates as the arguments ask for, and leaves everything in the output folder: model, metrics,
-        state, table of scores, and `run.json`.
+        state, table of scores, `run.json`, and the model card.
 
         Args:
             trainer (`FingerprintedTrainer`):
@@ -236,6 +244,8 @@ class Run:
             except BaseException as error:
                 record.fail(error)
                 raise
+            if arguments.process_index == 0:
+                _write_card(Path(str(arguments.output_dir)))
         if arguments.push_to_hub:
             trainer.push_to_hub()
         return metrics
@@ -311,6 +321,19 @@ class Run:
                 f"first step {metrics['train_seconds_to_first_step']:.1f} s after the start, "
                 f"{metrics['train_runtime']:.1f} s of training; everything is in {trainer.args.output_dir}"
             )
+
+
+def _write_card(folder: Path) -> None:
+    try:
+        figure = plot_history(folder)
+    except ImportError as error:
+        logger.info("the model card has no figure: %s", error)
+    else:
+        from matplotlib import pyplot
+
+        figure.savefig(folder / SCORES_FIGURE)
+        pyplot.close(figure)
+    write_model_card(folder)
 
 
 def _checkpoint(arguments: TrainingArguments) -> str | bool | None:

@@ -9,7 +9,8 @@ import pandas as pd
 import pytest
 import torch
 from arguments import RecipeError
-from masking import MaskedDataset
+from examples import BlockDataset
+from huggingface_hub import ModelCard
 from transformers import AutoModelForMaskedLM, AutoTokenizer, TrainerCallback
 
 import hf_symqk
@@ -97,6 +98,19 @@ def test_record_of_the_run(finished, text_files):
     assert run["started"] <= run["finished"]
 
 
+def test_model_card_of_the_run(finished):
+    """Each run describes itself, and pushing it does not put the Trainer's draft in the card's place."""
+    trainer, folder = finished
+    card = ModelCard.load(folder / "README.md")
+    assert {"hf_symqk", "qk-init", "mlm"} <= set(card.data.tags)
+    [result] = [result for result in card.data.eval_results if result.metric_type == "loss"]
+    assert result.metric_value == pytest.approx(history(trainer, "eval_loss")[-1])
+    assert (folder / "qk_scores.png").stat().st_size > 1000
+    assert "qk_scores.png" in card.content
+    trainer.create_model_card(model_name="draft")
+    assert (folder / "README.md").read_text() == card.content
+
+
 def test_failed_run_says_so(text_files, tmp_path, monkeypatch):
     """A comparison of many runs has to tell a run that broke down from one that is still going."""
     original = mlm.TokenWeightedTrainer.training_step
@@ -129,7 +143,7 @@ def test_plain_baseline_differs_in_keys_only(finished, text_files, tmp_path):
             Recorder.weights = {name: value.clone() for name, value in model.state_dict().items()}
 
     seen, starts = {}, {}
-    original_batch, original_init = MaskedDataset.__getitems__, mlm.TokenWeightedTrainer.__init__
+    original_batch, original_init = BlockDataset.__getitems__, mlm.TokenWeightedTrainer.__init__
 
     for scheme in ("symmetric", "none"):
         batches = seen[scheme] = []
@@ -143,7 +157,7 @@ def test_plain_baseline_differs_in_keys_only(finished, text_files, tmp_path):
             original_init(self, **{**kwargs, "callbacks": [*kwargs["callbacks"], Recorder()]})
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(MaskedDataset, "__getitems__", remember)
+            patch.setattr(BlockDataset, "__getitems__", remember)
             patch.setattr(mlm.TokenWeightedTrainer, "__init__", with_recorder)
             mlm.main(words(text_files["txt"], tmp_path / scheme, "--qk_init", scheme))
         starts[scheme] = Recorder.weights
@@ -208,7 +222,7 @@ def test_stream_and_its_resume(text_files, tmp_path, workers):
     [
         (("--block_size", "1024"), "block_size=1024 is above the 512 positions"),
         (("--block_size", "500", "--validation_split_percentage", "2"), "do not fill one block of 500 tokens"),
-        (("--model_type", "gpt2"), "not a masked-language-model encoder"),
+        (("--model_type", "gpt2"), "not a masked-language-model encoder.*clm.py trains it"),
         (("--config_overrides", "num_attention_heads=3"), "num_attention_heads=3"),
         (("--text_column", "body"), "no column 'body'"),
         (("--qk_init", "symetric"), "symetric"),
