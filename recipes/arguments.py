@@ -29,7 +29,9 @@ __all__ = [
     "SourceArguments",
     "TokenizerArguments",
     "parse_arguments",
+    "parse_own_arguments",
     "parse_qk_init",
+    "read_argument_file",
 ]
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
@@ -298,7 +300,7 @@ def parse_arguments(
     parser = _parser(dataclass_types)
     from_file: dict[str, Any] = {}
     if words and words[0].lower().endswith(CONFIG_SUFFIXES) and not words[0].startswith("-"):
-        from_file = _read_file(Path(words.pop(0)))
+        from_file = read_argument_file(Path(words.pop(0)))
         _check_file(from_file, dataclass_types)
 
     on_command_line = _given_on_command_line(dataclass_types, words)
@@ -328,7 +330,44 @@ def _parser(dataclass_types: Sequence[Any], add_help: bool = True) -> HfArgument
     return HfArgumentParser(list(dataclass_types), allow_abbrev=False, add_help=add_help)
 
 
-def _read_file(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
+def parse_own_arguments(dataclass_type: Any, argv: Sequence[str]) -> tuple[Any, list[str]]:
+    """
+    Reads the arguments of a program that hands the others on to a recipe.
+
+    Args:
+        dataclass_type (`type`):
+            Dataclass to fill.
+        argv (sequence of `str`):
+            Words of the command line, without the program.
+
+    Returns:
+        `tuple`: the filled dataclass, and the words that it does not know, in their order.
+
+    Raises:
+        RecipeError: for a value that the dataclass rejects.
+    """
+    filled, rest = _parser([dataclass_type]).parse_args_into_dataclasses(
+        args=list(argv), look_for_args_file=False, return_remaining_strings=True
+    )
+    return filled, list(rest)
+
+
+def read_argument_file(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """
+    Reads a file of arguments, joined with the files that it extends.
+
+    Args:
+        path (`Path`):
+            A YAML or JSON file.
+        extended_by (`tuple[Path, ...]`, *optional*):
+            The files that led here, each extending the next.
+
+    Returns:
+        `dict`: name to value.
+
+    Raises:
+        RecipeError: if it is missing, unreadable, no mapping, or extends itself.
+    """
     path = path.resolve() if extended_by else path
     if not path.is_file():
         by = f", which {str(extended_by[-1])!r} extends," if extended_by else ""
@@ -351,7 +390,7 @@ def _read_file(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise RecipeError(f"argument file {str(path)!r}: {EXTENDS} must be a path or a list of paths, not {bases!r}.")
     joined: dict[str, Any] = {}
-    for part in [*(_read_file(path.parent / base, (*extended_by, path)) for base in bases), content]:
+    for part in [*(read_argument_file(path.parent / base, (*extended_by, path)) for base in bases), content]:
         for name, value in part.items():
             both = name in JOINED and isinstance(joined.get(name), dict) and isinstance(value, dict)
             joined[name] = {**joined[name], **value} if both else value

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 
-from . import architectures, layouts, scores
+from . import architectures, compare, layouts, scores
 from .messages import failed, say
 
 
@@ -19,6 +19,7 @@ _EXAMPLES = """
 [bold]Examples[/bold]
 The scores of one model: [cyan]symqk scores google-bert/bert-base-uncased[/cyan]
 Of a training run, drawn: [cyan]symqk scores out/checkpoint-* --plot run.png[/cyan]
+Training runs against each other: [cyan]symqk compare out/runs[/cyan]
 Where Q and K were found: [cyan]symqk layouts out[/cyan]
 """
 
@@ -34,6 +35,7 @@ def _add(command: Callable[..., None], examples: str) -> None:
 
 
 _add(scores.scores, scores.EXAMPLES)
+_add(compare.compare, compare.EXAMPLES)
 _add(layouts.layouts, layouts.EXAMPLES)
 _add(architectures.architectures, architectures.EXAMPLES)
 
@@ -53,7 +55,9 @@ def symqk(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Scores of W_qk = W_q W_k^T of checkpoints in folders and on the Hugging Face Hub."""
+    """
+    Scores of W_qk = W_q W_k^T of checkpoints in folders and on the Hugging Face Hub; training runs against each other.
+    """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

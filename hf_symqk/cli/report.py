@@ -1,39 +1,22 @@
-"""One table and its notes, in every format the command writes."""
+"""One table and its notes, in every format the command writes, to where the options say."""
 
-import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import pandas as pd
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .._rendering import Cell, Column, Format, Report, plain_cells, render, text_below
 from .messages import say
 
 
 __all__ = ["Cell", "Column", "Format", "Report", "check_writable", "choose_format", "write_report"]
 
 _GAP = 2  # between columns, one of them the (blank) rule of the box
-Cell = str | int | float | tuple[float, ...] | None
-
-
-class Format(str, Enum):
-    """Formats of a report; the values are the options that ask for them."""
-
-    TEXT = "text"
-    JSON = "json"
-    CSV = "csv"
-    MARKDOWN = "markdown"
-    LATEX = "latex"
-
-
 _SUFFIXES = {
     ".txt": Format.TEXT,
     ".json": Format.JSON,
@@ -42,41 +25,6 @@ _SUFFIXES = {
     ".markdown": Format.MARKDOWN,
     ".tex": Format.LATEX,
 }
-
-
-@dataclass(frozen=True)
-class Column:
-    """
-    A column of the table that people read.
-
-    Attributes:
-        title (`str`): Heading; a line break in it is kept only on a terminal.
-        cells (`Sequence`): Text, numbers, ranges `(low, high)`, or `None` and `()` for nothing.
-        form (`Callable[[Any], str]`, *optional*): How one number is written; `None` for a column of text.
-    """
-
-    title: str
-    cells: Sequence[Cell]
-    form: Callable[[Any], str] | None = None
-
-
-@dataclass(frozen=True)
-class Report:
-    """
-    Attributes:
-        columns (`tuple[Column, ...]`): The table as text, Markdown and LaTeX show it.
-        data (`pandas.DataFrame`): The same with full precision, for CSV.
-        document (`Any`): Plain values, for JSON.
-        notes (`tuple[str, ...]`): Lines below the table.
-        left_out (`tuple[str, ...]`): Lines on what the table does not show and should not hide: below the table, or on
-            stderr where the format has no room for them.
-    """
-
-    columns: tuple[Column, ...]
-    data: pd.DataFrame
-    document: Any
-    notes: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
 
 
 def choose_format(asked: dict[Format, bool], output: Path | None) -> Format:
@@ -144,7 +92,7 @@ def write_report(report: Report, form: Format, output: Path | None = None) -> No
     if form is Format.TEXT and output is None and Console().is_terminal:
         _print_table(report)
         return
-    text = _RENDERERS[form](report)
+    text = render(report, form)
     if output is None:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -155,7 +103,7 @@ def write_report(report: Report, form: Format, output: Path | None = None) -> No
 def _print_table(report: Report) -> None:
     """On a terminal: a rule below the heading, text folded between words; numbers and names are kept whole."""
     console = Console(highlight=False)
-    widths = _fold([[column.title, *_plain(column)] for column in report.columns], report.columns, console.width)
+    widths = _fold([[column.title, *plain_cells(column)] for column in report.columns], report.columns, console.width)
     # On a narrow terminal lines run over rather than that digits are cut off.
     console.width = max(console.width, sum(widths))
     table = Table(
@@ -167,10 +115,13 @@ def _print_table(report: Report) -> None:
     )
     for column, width in zip(report.columns, widths, strict=True):
         table.add_column(Text(column.title), justify="right" if column.form else "left", width=width - _GAP)
-    for row in zip(*(_plain(column) for column in report.columns), strict=True):
+    for row in zip(*(plain_cells(column) for column in report.columns), strict=True):
         table.add_row(*(Text(cell) for cell in row))
+    if report.title:
+        console.print(Text(report.title, style="bold"), soft_wrap=True)
+        console.print()
     console.print(table)
-    for line in _below(report):
+    for line in text_below(report):
         console.print(Text(line), soft_wrap=True)
 
 
@@ -187,94 +138,3 @@ def _fold(cells: list[list[str]], columns: Sequence[Column], limit: int) -> list
             break
         widths[max(wide, key=widths.__getitem__)] -= 1
     return widths
-
-
-def _below(report: Report) -> list[str]:
-    lines = [*report.notes, *report.left_out]
-    return ["", *lines] if lines else []
-
-
-def _text(report: Report) -> str:
-    """In a pipe or a file: aligned columns as wide as they have to be, no wrapping."""
-    columns = []
-    for column in report.columns:
-        cells = [_title(column), *_plain(column)]
-        width = max(map(len, cells))
-        columns.append([cell.rjust(width) if column.form else cell.ljust(width) for cell in cells])
-    table = ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
-    return _lines([*table, *_below(report)])
-
-
-def _json(report: Report) -> str:
-    return json.dumps(report.document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _csv(report: Report) -> str:
-    # NaN is a score that does not exist; what is not known, or has no head, is blank.
-    data = report.data.apply(lambda values: values if values.dtype.kind == "f" else values.astype("string").fillna(""))
-    return data.to_csv(index=False, na_rep="nan", lineterminator="\n")
-
-
-def _markdown(report: Report) -> str:
-    cells = [[cell.replace("|", "\\|") for cell in (_title(column), *_plain(column))] for column in report.columns]
-    rows = [f"| {' | '.join(row)} |" for row in zip(*cells, strict=True)]
-    rule = f"| {' | '.join('---:' if column.form else '---' for column in report.columns)} |"
-    below = [part for line in (*report.notes, *report.left_out) for part in ("", line.strip())]
-    return _lines([rows[0], rule, *rows[1:], *below])
-
-
-def _latex(report: Report) -> str:
-    table = pd.DataFrame({column.title: _latex_cells(column) for column in report.columns})
-    table.columns = pd.Index([_latex_escaped(_title(column)) for column in report.columns])
-    style = table.style.hide(axis="index")
-    alignment = "".join("r" if column.form else "l" for column in report.columns)
-    # Notes are comments, so that the file can be taken in by \input as it is.
-    below = [f"% {line.strip()}" for line in (*report.notes, *report.left_out)]
-    return style.to_latex(hrules=True, column_format=alignment) + _lines(below)
-
-
-_RENDERERS = {
-    Format.TEXT: _text,
-    Format.JSON: _json,
-    Format.CSV: _csv,
-    Format.MARKDOWN: _markdown,
-    Format.LATEX: _latex,
-}
-
-
-def _lines(lines: list[str]) -> str:
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _title(column: Column) -> str:
-    return column.title.replace("\n", " ")
-
-
-def _plain(column: Column) -> list[str]:
-    return ["…".join(written) for written in _written(column)]
-
-
-def _latex_cells(column: Column) -> list[str]:
-    if column.form is None:
-        return [_latex_escaped(cell) for cell in _plain(column)]
-    # A minus is one only in mathematics; between two dashes stands what the text has as an ellipsis.
-    return ["--".join(number.replace("-", "$-$") for number in written) for written in _written(column)]
-
-
-def _written(column: Column) -> list[list[str]]:
-    """The strings in each cell: one, or the two ends of a range."""
-    form = column.form or str
-    cells = [() if cell is None else cell if isinstance(cell, tuple) else (cell,) for cell in column.cells]
-    return [[form(value) for value in values] for values in cells]
-
-
-def _latex_escaped(text: str) -> str:
-    return "".join(_LATEX_SPECIAL.get(character, character) for character in text)
-
-
-_LATEX_SPECIAL = {
-    **{character: f"\\{character}" for character in "&%$#_{}"},
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "\\": r"\textbackslash{}",
-}

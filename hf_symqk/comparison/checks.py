@@ -1,0 +1,302 @@
+"""What runs must share to be compared: everything but the initialisation, the seed and, on purpose, the rate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+
+from .errors import ComparisonError
+from .runs import HELD_OUT, TRAIN, Run
+
+
+__all__ = [
+    "IGNORED_ARGUMENTS",
+    "align",
+    "check_unique",
+    "differing_arguments",
+    "differing_settings",
+    "pairing",
+    "state_unrecorded",
+]
+
+# Where a run is written, watched and kept: none of it reaches the weights.
+IGNORED_ARGUMENTS = frozenset(
+    {
+        "disable_tqdm",
+        "hub_always_push",
+        "hub_model_id",
+        "hub_private_repo",
+        "hub_revision",
+        "hub_strategy",
+        "hub_token",
+        "local_rank",
+        "log_level",
+        "log_level_replica",
+        "log_on_each_node",
+        "logging_dir",
+        "output_dir",
+        "overwrite_output_dir",
+        "preprocessing_num_workers",
+        "project",
+        "push_to_hub",
+        "report_to",
+        "restore_callback_states_from_checkpoint",
+        "resume_from_checkpoint",
+        "run_name",
+        "save_on_each_node",
+        "save_only_model",
+        "save_steps",
+        "save_strategy",
+        "save_total_limit",
+        "trackio_space_id",
+    }
+)
+# What makes an arm, a seed or a rate of the comparison.
+_VARIED = frozenset({"qk_init", "seed", "data_seed", "learning_rate"})
+_SETTINGS = ("recipe", "model", "data", "num_processes", "max_steps")
+
+
+def check_unique(runs: Iterable[Run]) -> None:
+    """
+    Refuses two runs of one arm, rate and seed.
+
+    Args:
+        runs (iterable of [`Run`]): The runs.
+
+    Raises:
+        ComparisonError: naming both.
+    """
+    seen: dict[tuple[Any, ...], Run] = {}
+    for run in runs:
+        other = seen.setdefault((run.group, run.arm, run.learning_rate, run.seed), run)
+        if other is not run:
+            seed = "no seed is known of either" if run.seed is None else f"seed {run.seed}"
+            raise ComparisonError(
+                f"{other.name} and {run.name} are both of arm {run.arm!r} ({seed}): give one of them, name folders "
+                "like 'symmetric-seed0', or say by a pattern where arm and seed stand."
+            )
+
+
+def differing_arguments(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """
+    Arguments by which two runs differ although they should not.
+
+    Args:
+        first (`Mapping[str, Any]`): Arguments of one run.
+        second (`Mapping[str, Any]`): Arguments of another.
+
+    Returns:
+        `dict`: Both values by name, without the initialisation, seeds, the learning rate, and what does not reach the
+        weights (folders, names, saving, the Hub).
+
+    Example:
+
+    ```python
+    >>> differing_arguments({"block_size": 64, "output_dir": "a"}, {"block_size": 128, "output_dir": "b"})
+    {'block_size': (64, 128)}
+
+    ```
+    """
+    names = sorted((set(first) | set(second)) - IGNORED_ARGUMENTS - _VARIED)
+    return {
+        name: (first.get(name), second.get(name)) for name in names if not _same(first.get(name), second.get(name))
+    }
+
+
+def differing_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """
+    [`differing_arguments`] of two records, and what else they say of how they were trained.
+
+    Args:
+        first (`Mapping[str, Any]`): A `run.json`.
+        second (`Mapping[str, Any]`): Another.
+
+    Returns:
+        `dict`: Both values by name.
+    """
+    different = differing_arguments(first.get("arguments") or {}, second.get("arguments") or {})
+    for name in _SETTINGS:
+        values = [_without_init(record.get(name)) for record in (first, second)]
+        if not _same(*values):
+            different.setdefault(name, (values[0], values[1]))
+    return different
+
+
+def pairing(runs: Sequence[Run], differing: Iterable[str] = ()) -> list[str]:
+    """
+    Checks that runs differ in nothing but the initialisation, the seed and the rate, and that runs of one seed saw the
+    same batches and started from the same other weights.
+
+    Args:
+        runs (sequence of [`Run`]): Runs of one group.
+        differing (iterable of `str`, *optional*): Arguments that may differ; the weights then may too.
+
+    Returns:
+        `list[str]`: Statements on what could not be checked, or differs by intent.
+
+    Raises:
+        ComparisonError: naming the runs and what differs.
+    """
+    recorded = [run for run in runs if run.record is not None]
+    notes = []
+    allowed = set(differing)
+    for run in recorded[1:]:
+        different = differing_settings(_record(recorded[0]), _record(run))
+        different = {name: values for name, values in different.items() if name not in allowed}
+        if different:
+            values = "; ".join(f"{name} ({_short(a)} and {_short(b)})" for name, (a, b) in different.items())
+            raise ComparisonError(
+                f"{recorded[0].name} and {run.name} differ in more than the initialisation: {values}."
+            )
+    for name, versions in _versions(recorded).items():
+        notes.append(f"Versions of {name} differ between runs: {', '.join(versions)}.")
+    notes += _same_hashes(recorded, "steps", lambda run: (run.seed,), "were hashed over different numbers of steps")
+    notes += _same_hashes(recorded, "batches", lambda run: (run.seed,), "have the same seed but saw different batches")
+    if allowed:
+        notes.append(f"By wish these may differ between arms, and the first weights with them: {', '.join(allowed)}.")
+        return notes
+    other = "have the same seed but started from different weights (other than {})"
+    notes += _same_hashes(recorded, "weights", lambda run: (run.seed,), other.format("Q, K and V of attention"))
+    notes += _same_hashes(recorded, "v", lambda run: (run.seed, _redraws(run)), other.format("Q and K of attention"))
+    redrawing = sorted({run.arm for run in recorded if _redraws(run)})
+    if redrawing and any(not _redraws(run) for run in recorded):
+        notes.append(
+            f"{', '.join(redrawing)}: a `distribution` redraws V and the biases of attention too, so these arms "
+            "differ from the others in scale as well as in what the scheme does."
+        )
+    return notes
+
+
+def state_unrecorded(runs: Sequence[Run]) -> list[str]:
+    """
+    Says of which runs it is not known whether they are pairs.
+
+    Args:
+        runs (sequence of [`Run`]): All runs.
+
+    Returns:
+        `list[str]`: One statement, or none.
+    """
+    sources = list(dict.fromkeys(run.source for run in runs if run.record is None))
+    if not sources:
+        return []
+    return [
+        "Pairing could not be checked: whether these runs share batches, other weights and arguments is not recorded "
+        f"(no run.json): {_listed(sources)}."
+    ]
+
+
+def align(runs: Sequence[Run], cut: bool) -> tuple[list[Run], list[str]]:
+    """
+    Holds the runs of a group to the same logged steps.
+
+    Args:
+        runs (sequence of [`Run`]): Runs of one group.
+        cut (`bool`): Cuts them to the steps that all have, instead of refusing.
+
+    Returns:
+        `tuple`: the runs, and statements on what was left out or cut.
+
+    Raises:
+        ComparisonError: for logs of unequal length, naming the runs, or runs that log no loss in common.
+    """
+    notes: list[str] = []
+    curves: list[dict[str, pd.Series]] = [dict(run.curves) for run in runs]
+    for key, label in ((TRAIN, "training loss"), (HELD_OUT, "held-out loss")):
+        without = [run.name for run in runs if key not in run.curves]
+        if without and len(without) < len(runs):
+            notes.append(f"The {label} is left out: {_listed(without)} logged none.")
+        if without:
+            for found in curves:
+                found.pop(key, None)
+            continue
+        indices = [found[key].index for found in curves]
+        if all(index.equals(indices[0]) for index in indices):
+            continue
+        different = next(number for number, index in enumerate(indices) if not index.equals(indices[0]))
+        described = " and ".join(_described(runs[number], indices[number]) for number in (0, different))
+        if not cut:
+            raise ComparisonError(
+                f"the logs of {label} are of unequal length or steps: {described}; finish the shorter run, or ask for "
+                "the steps that all have in common to be compared (cut)."
+            )
+        common = indices[0]
+        for index in indices[1:]:
+            common = common.intersection(index)
+        if not len(common):
+            raise ComparisonError(f"the logs of {label} have no step in common: {described}.")
+        for found in curves:
+            found[key] = found[key].loc[common]
+        notes.append(
+            f"The {label} is compared at the {len(common)} steps that all logs have, up to step {common[-1]} "
+            f"({described}). A learning rate that decays to the end of a run has not done so there."
+        )
+    if not any(TRAIN in found or HELD_OUT in found for found in curves):
+        raise ComparisonError(f"these runs log no loss in common: {_listed([run.name for run in runs])}.")
+    return [replace(run, curves=found) for run, found in zip(runs, curves, strict=True)], notes
+
+
+def _described(run: Run, index: pd.Index) -> str:
+    return f"{run.name} ({len(index)} points to step {index[-1]})"
+
+
+def _record(run: Run) -> Mapping[str, Any]:
+    return run.record or {}
+
+
+def _redraws(run: Run) -> str:
+    """What an initialisation does to weights beside Q and K: empty for nothing."""
+    init = _record(run).get("qk_init")
+    if not isinstance(init, Mapping) or init.get("distribution") is None:
+        return ""
+    return json.dumps({name: value for name, value in init.items() if name != "scheme"}, sort_keys=True)
+
+
+def _same_hashes(runs: Sequence[Run], name: str, key: Callable[[Run], tuple[Any, ...]], fault: str) -> list[str]:
+    """Refuses a hash that differs among runs of one key; says whose is not known."""
+    seen: dict[tuple[Any, ...], tuple[Run, Any]] = {}
+    unknown = []
+    for run in runs:
+        value = (_record(run).get("hashes") or {}).get(name)
+        if value is None:
+            unknown.append(run.name)
+            continue
+        other, expected = seen.setdefault(key(run), (run, value))
+        if value != expected:
+            raise ComparisonError(f"{other.name} and {run.name} {fault}: they are no pair.")
+    if not unknown:
+        return []
+    return [f"Pairing could not be checked: run.json has no hash of {name} (as after resuming): {_listed(unknown)}."]
+
+
+def _versions(runs: Sequence[Run]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for run in runs:
+        versions = _record(run).get("versions")
+        for name, version in (versions if isinstance(versions, Mapping) else {}).items():
+            found.setdefault(str(name), []).append(str(version))
+    return {name: sorted(set(values)) for name, values in found.items() if len(set(values)) > 1}
+
+
+def _without_init(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_init(inner) for name, inner in value.items() if name != "qk_init"}
+    return [_without_init(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _same(first: Any, second: Any) -> bool:
+    return json.dumps(first, sort_keys=True, default=str) == json.dumps(second, sort_keys=True, default=str)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _listed(names: Sequence[str], most: int = 4) -> str:
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

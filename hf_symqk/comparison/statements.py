@@ -1,0 +1,91 @@
+"""The sentences below the tables: which rules were used, and what the data can and cannot show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .results import EQUAL_RATES, OWN_RATES, ArmSummary, Contrast
+from .statistics import seeds_needed
+
+
+__all__ = ["make_statements"]
+
+
+def make_statements(
+    summaries: Sequence[ArmSummary], contrasts: Sequence[Contrast], window: float, level: float
+) -> list[str]:
+    """
+    States how the figures came about.
+
+    Args:
+        summaries (sequence of [`ArmSummary`]): All arms.
+        contrasts (sequence of [`Contrast`]): All contrasts.
+        window (`float`): Share of the logged points in a running mean.
+        level (`float`): Level of the tests.
+
+    Returns:
+        `list[str]`
+    """
+    percent = f"{100 * (1 - level):g} %"
+    lines = ["Final loss: the last one logged."]
+    seeds = {len(one.seeds) for one in summaries}
+    if max(seeds) > 1:
+        lines.append(f"Intervals: {percent}, Student t over seeds; differences are paired by seed.")
+    if min(seeds) == 1:
+        lines.append("One seed: there is no interval and no test; a difference between two runs may be chance.")
+    tests = [contrast for contrast in contrasts if contrast.p is not None]
+    if tests:
+        lines.append(
+            f"Test: sign-flip permutation of the paired differences of {tests[0].tested}, two-sided, exact up to 16 "
+            f"seeds; p is corrected by Holm's method over the arms compared at the same rates. A difference counts at "
+            f"p <= {level:g}."
+        )
+        for count, family, floor in sorted({_reach(contrast, contrasts) for contrast in tests}):
+            line = f"With {count} seeds and {family} comparison{'s' * (family > 1)}, p cannot go below {floor:.3g}"
+            needed = seeds_needed(family, level)
+            lines.append(f"{line}: {needed} seeds could show a difference." if floor > level + 1e-12 else f"{line}.")
+    if any(contrast.setting == OWN_RATES for contrast in contrasts):
+        lines.append(
+            "Own best rate: the one of the lowest mean held-out loss (training loss where none is held out), chosen "
+            "on the losses reported here, for both arms alike."
+        )
+        lines += _edges(summaries)
+    if any(one.learned is None for one in summaries) and any(one.held_out is not None for one in summaries):
+        lines.append("Whether the runs learned more than the tokens' frequencies is not known: no unigram entropy.")
+    return lines + _speed_up_statements(contrasts, window)
+
+
+def _reach(contrast: Contrast, contrasts: Sequence[Contrast]) -> tuple[int, int, float]:
+    def place(one: Contrast) -> tuple[object, ...]:
+        return one.group, one.setting, one.treated_rate if one.setting == EQUAL_RATES else None
+
+    family = sum(other.p is not None and place(other) == place(contrast) for other in contrasts)
+    return len(contrast.seeds), family, contrast.p_smallest
+
+
+def _edges(summaries: Sequence[ArmSummary]) -> list[str]:
+    lines = []
+    for one in (summary for summary in summaries if summary.best):
+        rates = [other.learning_rate or 0 for other in summaries if (other.group, other.arm) == (one.group, one.arm)]
+        if len(rates) > 1 and one.learning_rate in (min(rates), max(rates)):
+            where = "lowest" if one.learning_rate == min(rates) else "highest"
+            lines.append(f"{one.arm}: its best rate is the {where} tried; a better one may lie beyond.")
+    return lines
+
+
+def _speed_up_statements(contrasts: Sequence[Contrast], window: float) -> list[str]:
+    if not any(contrast.raw for contrast in contrasts):
+        return ["No training loss was logged: no speed-up."]
+    lines = [
+        "Speed-up: 1 - (first logged step at which the treated run's training loss is at or below the baseline's last "
+        "one) / (last step); not reached counts as 0. Null: the same of the baseline against its own end, which the "
+        "noise of the loss alone gives."
+    ]
+    if any(contrast.smoothed for contrast in contrasts):
+        lines.append(
+            f"Smoothed: the same of running means over {100 * window:g} % of the logged points (at least 3), each "
+            "over a point and those before it."
+        )
+    if any(contrast.raw and not contrast.smoothed for contrast in contrasts):
+        lines.append("Logs of fewer points than the running mean takes have no smoothed speed-up.")
+    return lines

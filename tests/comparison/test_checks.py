@@ -1,0 +1,161 @@
+"""Runs that are no pairs are refused, by name."""
+
+import pytest
+
+from hf_symqk.comparison import ComparisonError, compare_runs
+from hf_symqk.comparison.checks import differing_arguments
+
+from .making import STEPS, falling, record, state, write_run
+
+
+SYMMETRIC = {"scheme": "symmetric"}
+KAIMING = {"scheme": "symmetric", "distribution": "kaiming_uniform"}
+
+
+def pair(folder, second, first=None, **logged):
+    """A plain run, and one of another arm with this record."""
+    write_run(folder / "a", state(falling(3.0), {200: 3.2}), first or record())
+    write_run(folder / "b", logged.get("log") or state(falling(2.5), {200: 2.7}), second)
+    return [folder / "a", folder / "b"]
+
+
+def hashes(**changes):
+    return record()["hashes"] | changes
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"batches": "other"}, "saw different batches"),
+        ({"weights": "other"}, r"started from different weights \(other than Q, K and V of attention\)"),
+        ({"v": "other"}, r"started from different weights \(other than Q and K of attention\)"),
+        ({"steps": 7}, "different numbers of steps"),
+    ],
+)
+def test_runs_of_one_seed_share_batches_and_other_weights(tmp_path, changed, message):
+    """Otherwise they are no pair, however alike their arguments; both are named."""
+    folders = pair(tmp_path, record(SYMMETRIC, hashes=hashes(**changed)))
+    with pytest.raises(ComparisonError, match=message) as caught:
+        compare_runs(folders)
+    assert str(folders[1]) in str(caught.value)
+
+
+def test_hash_that_is_not_known(tmp_path):
+    """A run that was resumed from a checkpoint without its hashes is compared, with a statement."""
+    folders = pair(tmp_path, record(SYMMETRIC, hashes=hashes(batches=None)))
+    (line,) = [line for line in compare_runs(folders).notes if line.startswith("Pairing")]
+    assert "no hash of batches" in line
+    assert line.endswith(f"{folders[1]}.")
+
+
+def test_arguments_that_differ_by_wish(tmp_path):
+    """Fine-tuning a pretrained pair: the start differs by intent, the batches must not; arms are told by a pattern."""
+    first, second = (record(arguments={"model": name}, hashes=hashes(weights=name)) for name in "ab")
+    folders = pair(tmp_path, second, first)
+    (contrast,) = compare_runs(folders, baseline="a", pattern=r"/(?P<arm>\w)$", differing=["model"]).contrasts
+    assert (contrast.treated, contrast.baseline) == ("b", "a")
+    folders = pair(tmp_path / "c", second | {"hashes": hashes(batches="other")}, first)
+    with pytest.raises(ComparisonError, match="saw different batches"):
+        compare_runs(folders, baseline="a", pattern=r"/(?P<arm>\w)$", differing=["model"])
+
+
+def test_other_q_and_k_are_what_is_compared(tmp_path):
+    """Q and K differ between arms, and nothing is said of it."""
+    comparison = compare_runs(pair(tmp_path, record(SYMMETRIC)))
+    assert len(comparison.contrasts) == 1
+    assert not any("Pairing" in line for line in comparison.notes)
+
+
+def test_redrawn_distribution_has_other_weights_by_intent(tmp_path):
+    """V and biases are redrawn too, which is said and not refused; arms of one distribution still have to agree."""
+    folders = pair(tmp_path, record(KAIMING, hashes=hashes(v="redrawn")))
+    assert any("redraws V and the biases" in line for line in compare_runs(folders).notes)
+    third = record({**KAIMING, "scheme": "independent"}, hashes=hashes(v="yet another"))
+    folders.append(write_run(tmp_path / "c", state(falling(2.5), {200: 2.7}), third))
+    with pytest.raises(ComparisonError, match="different weights") as caught:
+        compare_runs(folders)
+    assert f"{folders[1]} and {folders[2]}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arguments": {"block_size": 128}}, r"block_size \(64 and 128\)"),
+        ({"arguments": {"block_size": 64, "fp16": True}}, r"fp16 \(null and true\)"),
+        ({"recipe": "clm"}, r'recipe \("mlm" and "clm"\)'),
+        ({"num_processes": 2}, r"num_processes \(1 and 2\)"),
+        ({"model": {"class": "BertForMaskedLM", "parameters": 7, "config": {}}}, "model"),
+    ],
+)
+def test_differences_beyond_the_initialisation_are_named(tmp_path, changes, message):
+    """With both values, so that the user sees which run to repeat."""
+    with pytest.raises(ComparisonError, match=f"differ in more than the initialisation: {message}"):
+        compare_runs(pair(tmp_path, record(SYMMETRIC, **changes)))
+
+
+def test_every_difference_is_named_at_once():
+    """Not one a try."""
+    first, second = {"a": 1, "b": 2, "c": 3, "output_dir": "x", "qk_init": None}, {"a": 1, "b": 3, "d": 4}
+    assert differing_arguments(first, second) == {"b": (2, 3), "c": (3, None), "d": (None, 4)}
+
+
+def test_folders_names_and_saving_may_differ(tmp_path):
+    """They do not reach the weights."""
+    arguments = record()["arguments"] | {"output_dir": "b", "run_name": "b", "hub_model_id": "me/b", "save_steps": 5}
+    assert compare_runs(pair(tmp_path, record(SYMMETRIC, arguments=arguments))).contrasts
+
+
+def test_learning_rates_differ_only_on_purpose(tmp_path):
+    """Named like any other argument, unless each arm is to have its own."""
+    folders = pair(tmp_path, record(SYMMETRIC, learning_rate=2e-3))
+    with pytest.raises(ComparisonError, match=r"learning_rate \(0.001 and 0.002\)"):
+        compare_runs(folders)
+    (contrast,) = compare_runs(folders, own_rates=True).contrasts
+    assert (contrast.setting, contrast.treated_rate, contrast.baseline_rate) == ("own best rates", 2e-3, 1e-3)
+
+
+def test_versions_that_differ_are_stated(tmp_path):
+    """A run repeated after an update is worth a line, not a refusal."""
+    notes = compare_runs(pair(tmp_path, record(SYMMETRIC, versions={"torch": "2.14"}))).notes
+    assert "Versions of torch differ between runs: 2.13, 2.14." in notes
+
+
+def test_two_runs_of_one_arm_and_seed(tmp_path):
+    """Which of them counts cannot be guessed."""
+    folders = pair(tmp_path, record(None))
+    folders.append(write_run(tmp_path / "c", state(falling(2.5)), record(SYMMETRIC)))
+    with pytest.raises(ComparisonError, match=r"a and .*b are both of arm 'none' \(seed 0\)"):
+        compare_runs(folders)
+
+
+def test_logs_of_unequal_length(tmp_path):
+    """Refused with the length of both; cut to the common steps when asked, and stated then."""
+    folders = pair(tmp_path, record(SYMMETRIC), log=state(falling(2.5)[:15], {100: 3.0, 150: 2.9}, steps=STEPS[:15]))
+    with pytest.raises(ComparisonError, match=r"a \(20 points to step 200\) and .*b \(15 points to step 150\)"):
+        compare_runs(folders)
+    folders = pair(tmp_path / "c", record(SYMMETRIC), log=state(falling(2.5)[:15], {200: 3.0}, steps=STEPS[:15]))
+    comparison = compare_runs(folders, cut=True)
+    assert {run.curves["loss"].index[-1] for run in comparison.runs} == {150}
+    assert any("at the 15 steps that all logs have, up to step 150" in line for line in comparison.notes)
+
+
+def test_logs_without_a_step_in_common(tmp_path):
+    """There is nothing to cut them to."""
+    folders = pair(tmp_path, record(SYMMETRIC), log=state(falling(2.5), steps=[step + 5 for step in STEPS]))
+    with pytest.raises(ComparisonError, match="no step in common"):
+        compare_runs(folders, cut=True)
+
+
+def test_held_out_loss_of_some_runs_only(tmp_path):
+    """Left out, and said whose it lacks."""
+    comparison = compare_runs(pair(tmp_path, record(SYMMETRIC), log=state(falling(2.5))))
+    assert comparison.contrasts[0].held_out is None
+    assert f"The held-out loss is left out: {tmp_path / 'b'} logged none." in comparison.notes
+
+
+def test_no_loss_at_all(tmp_path):
+    """Named rather than compared as nothing."""
+    write_run(tmp_path / "none", state(), record())
+    write_run(tmp_path / "symmetric", state(), record(SYMMETRIC))
+    with pytest.raises(ComparisonError, match="log no loss in common"):
+        compare_runs([tmp_path])
