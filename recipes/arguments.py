@@ -21,9 +21,13 @@ from transformers import HfArgumentParser
 
 __all__ = [
     "DataArguments",
+    "FileArguments",
     "MaskingArguments",
     "ModelArguments",
+    "ParsedArguments",
     "RecipeError",
+    "SourceArguments",
+    "TokenizerArguments",
     "parse_arguments",
     "parse_qk_init",
 ]
@@ -37,7 +41,7 @@ class RecipeError(ValueError):
 
 @dataclasses.dataclass
 class ModelArguments:
-    """Which encoder is trained, and how its attention is initialised."""
+    """Which model is trained, and how its attention is initialised."""
 
     config_name: str | None = dataclasses.field(
         default=None, metadata={"help": "Folder or Hub id whose config.json gives the architecture."}
@@ -45,8 +49,8 @@ class ModelArguments:
     model_type: str | None = dataclasses.field(
         default=None,
         metadata={
-            "help": "Architecture by name (bert, roberta, modernbert, …) with its default sizes. Without it and "
-            "without config_name: a ModernBERT of 4 layers, width 128."
+            "help": "Architecture by name (bert, gpt2, vit, …) with its default sizes. Without it and without "
+            "config_name: the recipe's own small model."
         },
     )
     config_overrides: dict | str | None = dataclasses.field(
@@ -55,13 +59,6 @@ class ModelArguments:
             "help": "Changes to the config: 'hidden_size=64,num_hidden_layers=2', a JSON object, or a mapping in a "
             "file."
         },
-    )
-    tokenizer_name: str | None = dataclasses.field(
-        default=None,
-        metadata={"help": "Folder or Hub id of a tokenizer. Without it one is trained on the training documents."},
-    )
-    vocab_size: int = dataclasses.field(
-        default=512, metadata={"help": "Entries of the byte-level BPE tokenizer that the recipe trains."}
     )
     qk_init: dict | str | None = dataclasses.field(
         default="symmetric",
@@ -73,8 +70,21 @@ class ModelArguments:
 
 
 @dataclasses.dataclass
-class DataArguments:
-    """Which text is read, how it is held out and packed. Without any: the English prose that Python carries."""
+class TokenizerArguments:
+    """Which tokenizer a text recipe uses."""
+
+    tokenizer_name: str | None = dataclasses.field(
+        default=None,
+        metadata={"help": "Folder or Hub id of a tokenizer. Without it one is trained on the training documents."},
+    )
+    vocab_size: int = dataclasses.field(
+        default=512, metadata={"help": "Entries of the byte-level BPE tokenizer that the recipe trains."}
+    )
+
+
+@dataclasses.dataclass
+class SourceArguments:
+    """A dataset on the Hub or in a folder, and how a part of it is held out. Without any: the recipe's own data."""
 
     dataset_name: str | None = dataclasses.field(
         default=None, metadata={"help": "Dataset on the Hub, or a folder that datasets.load_dataset reads."}
@@ -82,28 +92,64 @@ class DataArguments:
     dataset_config_name: str | None = dataclasses.field(
         default=None, metadata={"help": "Configuration of that dataset."}
     )
+    validation_split_percentage: float = dataclasses.field(
+        default=5.0,
+        metadata={"help": "Share (%%) of the data held out where it has no validation split. The same in every run."},
+    )
+    preprocessing_num_workers: int | None = dataclasses.field(
+        default=None, metadata={"help": "Processes that prepare the data. The result does not depend on it."}
+    )
+    streaming: bool = dataclasses.field(
+        default=False, metadata={"help": "Read and prepare the data while training. Needs max_steps."}
+    )
+    shuffle_buffer_size: int = dataclasses.field(
+        default=1_000, metadata={"help": "Examples in the shuffle buffer of a stream; 0 keeps the stream's order."}
+    )
+
+    def __post_init__(self) -> None:
+        if self.dataset_config_name is not None and self.dataset_name is None:
+            raise RecipeError(f"dataset_config_name={self.dataset_config_name!r} needs dataset_name beside it.")
+        if not 0 <= self.validation_split_percentage < 100:
+            raise RecipeError(
+                f"validation_split_percentage={self.validation_split_percentage}: choose a value from 0 up to, "
+                "but not including, 100."
+            )
+        if self.preprocessing_num_workers is not None and self.preprocessing_num_workers < 1:
+            raise RecipeError(f"preprocessing_num_workers={self.preprocessing_num_workers}: choose 1 or more.")
+        _check_counts(self, "shuffle_buffer_size")
+
+
+@dataclasses.dataclass
+class FileArguments(SourceArguments):
+    """The same, or files of one's own."""
+
     train_file: str | None = dataclasses.field(
-        default=None, metadata={"help": "Training text: .txt, .json, .jsonl, .csv or .parquet."}
+        default=None, metadata={"help": "Training data: .txt, .json, .jsonl, .csv or .parquet."}
     )
     validation_file: str | None = dataclasses.field(
-        default=None, metadata={"help": "Held-out text, of the same kind as train_file."}
+        default=None, metadata={"help": "Held-out data, of the same kind as train_file."}
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dataset_name is not None and self.train_file is not None:
+            raise RecipeError(
+                f"dataset_name={self.dataset_name!r} and train_file={self.train_file!r} both name the data: give one."
+            )
+        if self.validation_file is not None and self.train_file is None:
+            raise RecipeError(f"validation_file={self.validation_file!r} needs train_file beside it.")
+
+
+@dataclasses.dataclass
+class DataArguments(FileArguments):
+    """Which text is read, how it is held out and packed. Without any: the English prose that Python carries."""
+
     text_column: str = dataclasses.field(default="text", metadata={"help": "Column that holds the text."})
     sample_by: str = dataclasses.field(
         default="line", metadata={"help": "What one document of a .txt file is: line, paragraph or document (file)."}
     )
-    validation_split_percentage: float = dataclasses.field(
-        default=5.0,
-        metadata={"help": "Documents (%%) held out where the data has no validation split. The same in every run."},
-    )
     block_size: int = dataclasses.field(
         default=64, metadata={"help": "Tokens of a packed sequence, specials included."}
-    )
-    preprocessing_num_workers: int | None = dataclasses.field(
-        default=None, metadata={"help": "Processes that tokenize. The result does not depend on it."}
-    )
-    streaming: bool = dataclasses.field(
-        default=False, metadata={"help": "Read, tokenize and pack while training. Needs max_steps."}
     )
     stream_validation_documents: int = dataclasses.field(
         default=500,
@@ -112,33 +158,14 @@ class DataArguments:
     stream_tokenizer_documents: int = dataclasses.field(
         default=10_000, metadata={"help": "Training documents of a stream that the tokenizer is trained on."}
     )
-    shuffle_buffer_size: int = dataclasses.field(
-        default=1_000, metadata={"help": "Documents in the shuffle buffer of a stream; 0 keeps the stream's order."}
-    )
 
     def __post_init__(self) -> None:
-        if self.dataset_name is not None and self.train_file is not None:
-            raise RecipeError(
-                f"dataset_name={self.dataset_name!r} and train_file={self.train_file!r} both name the text: give one."
-            )
-        if self.validation_file is not None and self.train_file is None:
-            raise RecipeError(f"validation_file={self.validation_file!r} needs train_file beside it.")
-        if self.dataset_config_name is not None and self.dataset_name is None:
-            raise RecipeError(f"dataset_config_name={self.dataset_config_name!r} needs dataset_name beside it.")
+        super().__post_init__()
         if self.streaming and self.dataset_name is None and self.train_file is None:
             raise RecipeError("streaming reads dataset_name or train_file: the built-in text is not streamed.")
         if self.sample_by not in ("line", "paragraph", "document"):
             raise RecipeError(f"sample_by={self.sample_by!r}: choose line, paragraph or document.")
-        if not 0 <= self.validation_split_percentage < 100:
-            raise RecipeError(
-                f"validation_split_percentage={self.validation_split_percentage}: choose a value from 0 up to, "
-                "but not including, 100."
-            )
-        if self.preprocessing_num_workers is not None and self.preprocessing_num_workers < 1:
-            raise RecipeError(f"preprocessing_num_workers={self.preprocessing_num_workers}: choose 1 or more.")
-        for name in ("stream_validation_documents", "stream_tokenizer_documents", "shuffle_buffer_size"):
-            if getattr(self, name) < 0:
-                raise RecipeError(f"{name}={getattr(self, name)}: choose 0 or more.")
+        _check_counts(self, "stream_validation_documents", "stream_tokenizer_documents")
 
 
 @dataclasses.dataclass
@@ -153,6 +180,45 @@ class MaskingArguments:
     def __post_init__(self) -> None:
         if not 0 < self.mlm_probability <= 1:
             raise RecipeError(f"mlm_probability={self.mlm_probability}: choose a share above 0 and up to 1.")
+
+
+@dataclasses.dataclass
+class ParsedArguments:
+    """
+    What [`parse_arguments`] read.
+
+    Attributes:
+        filled (`tuple`): The dataclasses, in the order asked for.
+        used_defaults (`dict`): The recipe's defaults that were used.
+        given (`set[str]`): Names of the arguments that the file or the command line gave.
+    """
+
+    filled: tuple[Any, ...]
+    used_defaults: dict[str, Any]
+    given: set[str]
+
+    def changed(self) -> dict[str, Any]:
+        """
+        Arguments that differ from the defaults of their dataclasses, whoever set them.
+
+        Returns:
+            `dict`: name to a JSON value; tokens are replaced by their names.
+        """
+        changed: dict[str, Any] = {}
+        for values in self.filled:
+            shown = values.to_dict() if hasattr(values, "to_dict") else dataclasses.asdict(values)
+            for field in dataclasses.fields(values):
+                default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+                named = field.name in self.given or field.name in self.used_defaults
+                if named and field.name in shown and shown[field.name] != default:
+                    changed[field.name] = shown[field.name]
+        return changed
+
+
+def _check_counts(arguments: Any, *names: str) -> None:
+    for name in names:
+        if getattr(arguments, name) < 0:
+            raise RecipeError(f"{name}={getattr(arguments, name)}: choose 0 or more.")
 
 
 def parse_qk_init(value: dict[str, Any] | str | None) -> dict[str, Any] | str | None:
@@ -185,7 +251,7 @@ def parse_arguments(
     argv: Sequence[str],
     *,
     unless_given: Mapping[str, Iterable[str]] | None = None,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> ParsedArguments:
     """
     Reads the arguments of a recipe from one YAML or JSON file, from the command line, or from both (the command line
     wins).
@@ -202,7 +268,7 @@ def parse_arguments(
             `num_train_epochs`, so that a default never overrules a wish.
 
     Returns:
-        `tuple`: the filled dataclasses, and the recipe's defaults that were used.
+        `ParsedArguments`: the filled dataclasses, the recipe's defaults that were used, and what was given.
 
     Raises:
         RecipeError: for a file that is missing, unreadable or holds unknown keys, for an argument that no dataclass
@@ -230,7 +296,7 @@ def parse_arguments(
         raise
     except ValueError as error:
         raise RecipeError(str(error)) from error
-    return tuple(filled), used
+    return ParsedArguments(tuple(filled), used, given)
 
 
 def _parser(dataclass_types: Sequence[Any], add_help: bool = True) -> HfArgumentParser:

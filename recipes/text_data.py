@@ -15,7 +15,7 @@ from typing import Any
 
 import datasets
 import numpy as np
-from arguments import DataArguments, RecipeError
+from arguments import DataArguments, FileArguments, RecipeError
 from builtin_text import builtin_documents
 from file_cache import cached_folder
 from tokenization import tokenizer_digest
@@ -26,6 +26,7 @@ __all__ = [
     "Documents",
     "check_block_size",
     "load_documents",
+    "load_parts",
     "pack",
     "packed_dataset",
     "tokenize",
@@ -70,7 +71,7 @@ def load_documents(arguments: DataArguments) -> Documents:
             raise RecipeError(f"text_column={column!r}: the built-in text has the column text only.")
         parts: dict[str, Any] = {"train": builtin_documents()}
     else:
-        parts = _load_parts(arguments)
+        parts = load_parts(arguments, arguments.sample_by)
     if "train" not in parts:
         raise RecipeError(
             f"dataset_name={arguments.dataset_name!r} has no split named train; it has {', '.join(sorted(parts))}."
@@ -98,6 +99,49 @@ def load_documents(arguments: DataArguments) -> Documents:
         held_out = train.select(np.sort(order[:wanted]), keep_in_memory=True)
         train = train.select(np.sort(order[wanted:]), keep_in_memory=True)
     return Documents(train, held_out, column)
+
+
+def load_parts(arguments: FileArguments, sample_by: str = "line") -> dict[str, Any]:
+    """
+    Loads the splits of the dataset, or the files, that the arguments name.
+
+    Args:
+        arguments (`FileArguments`):
+            Name a dataset or a training file.
+        sample_by (`str`, *optional*, defaults to `"line"`):
+            What one row of a `.txt` file is: `"line"`, `"paragraph"` or `"document"`.
+
+    Returns:
+        `dict`: split (of files, `"train"` and perhaps `"validation"`) to `Dataset` or, with `streaming`,
+        `IterableDataset`.
+
+    Raises:
+        RecipeError: if the dataset or a file is missing, empty or cannot be read.
+    """
+    if arguments.dataset_name is not None:
+        try:
+            loaded = datasets.load_dataset(
+                arguments.dataset_name, arguments.dataset_config_name, streaming=arguments.streaming
+            )
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            raise RecipeError(f"dataset_name={arguments.dataset_name!r} cannot be loaded: {error}") from error
+        return dict(loaded)
+    assert arguments.train_file is not None
+    files = {"train": arguments.train_file}
+    if arguments.validation_file is not None:
+        files["validation"] = arguments.validation_file
+    kinds = {split: _file_kind(split, path) for split, path in files.items()}
+    parts: dict[str, Any] = {}
+    for split, path in files.items():
+        extra = {"sample_by": sample_by} if kinds[split] == "text" else {}
+        try:
+            parts[split] = datasets.load_dataset(
+                kinds[split], data_files={split: path}, split=split, streaming=arguments.streaming, **extra
+            )
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            cause = error.__cause__ or error
+            raise RecipeError(f"{path!r} cannot be read as {kinds[split]}: {cause}") from error
+    return parts
 
 
 def check_block_size(block_size: int, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -264,33 +308,6 @@ def _packed_rows(
     ids = (document for batch in tokenized.iter(batch_size=TOKENIZED_AT_ONCE) for document in batch["input_ids"])
     for block in pack(ids, block_size, cls_token_id, sep_token_id):
         yield {"input_ids": block}
-
-
-def _load_parts(arguments: DataArguments) -> dict[str, Any]:
-    if arguments.dataset_name is not None:
-        try:
-            loaded = datasets.load_dataset(
-                arguments.dataset_name, arguments.dataset_config_name, streaming=arguments.streaming
-            )
-        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-            raise RecipeError(f"dataset_name={arguments.dataset_name!r} cannot be loaded: {error}") from error
-        return dict(loaded)
-    assert arguments.train_file is not None
-    files = {"train": arguments.train_file}
-    if arguments.validation_file is not None:
-        files["validation"] = arguments.validation_file
-    kinds = {split: _file_kind(split, path) for split, path in files.items()}
-    parts: dict[str, Any] = {}
-    for split, path in files.items():
-        extra = {"sample_by": arguments.sample_by} if kinds[split] == "text" else {}
-        try:
-            parts[split] = datasets.load_dataset(
-                kinds[split], data_files={split: path}, split=split, streaming=arguments.streaming, **extra
-            )
-        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-            cause = error.__cause__ or error
-            raise RecipeError(f"{path!r} cannot be read as {kinds[split]}: {cause}") from error
-    return parts
 
 
 def _file_kind(split: str, path: str) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from arguments import RecipeError
+from fingerprints import FingerprintedTrainer
 from torch.nn import functional
 from torch.utils.data import DataLoader
-from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 
@@ -76,7 +76,7 @@ class TokenMeanLoss:
         return total / count.clamp(min=1)
 
 
-class TokenWeightedTrainer(Trainer):
+class TokenWeightedTrainer(FingerprintedTrainer):
     """
     `Trainer` with the losses of this module; takes the arguments of `Trainer` by keyword, but `compute_loss_func`.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import datasets
 import tokenizers
-from arguments import DataArguments, ModelArguments, RecipeError
+from arguments import DataArguments, RecipeError, TokenizerArguments
 from file_cache import cached_folder
 from tokenizers import decoders, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -28,7 +28,7 @@ SPECIAL_TOKENS = {
 
 
 def choose_tokenizer(
-    model_arguments: ModelArguments,
+    tokenizer_arguments: TokenizerArguments,
     data_arguments: DataArguments,
     documents: datasets.Dataset | datasets.IterableDataset,
     text_column: str,
@@ -37,7 +37,7 @@ def choose_tokenizer(
     Loads the tokenizer that the arguments name, or trains one on the training documents.
 
     Args:
-        model_arguments (`ModelArguments`):
+        tokenizer_arguments (`TokenizerArguments`):
             Name a tokenizer, or the size of the one that is trained.
         data_arguments (`DataArguments`):
             How many documents of a stream it is trained on.
@@ -52,12 +52,12 @@ def choose_tokenizer(
     Raises:
         RecipeError: see [`load_tokenizer`] and [`train_tokenizer`].
     """
-    if model_arguments.tokenizer_name is not None:
-        return load_tokenizer(model_arguments.tokenizer_name)
+    if tokenizer_arguments.tokenizer_name is not None:
+        return load_tokenizer(tokenizer_arguments.tokenizer_name)
     if isinstance(documents, datasets.IterableDataset):
         rows = documents.take(data_arguments.stream_tokenizer_documents)
         documents = datasets.Dataset.from_dict({text_column: [row[text_column] for row in rows]})
-    return trained_tokenizer(documents, text_column, model_arguments.vocab_size)
+    return trained_tokenizer(documents, text_column, tokenizer_arguments.vocab_size)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

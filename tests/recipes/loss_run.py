@@ -1,6 +1,7 @@
 """Three optimizer steps on the same 32 sequences, however they are spread over batches and processes.
 
-Run by test_token_weighted.py in its own process, and by it under torchrun: `loss_run.py TYPE BATCH ACCUMULATION FILE`.
+Run by test_token_weighted.py in its own process, and by it under torchrun: `loss_run.py TYPE BATCH ACCUMULATION FILE`;
+`--resume` behind it starts from the checkpoint after the first step.
 """
 
 import json
@@ -63,8 +64,8 @@ def build_model(model_type):
     return AutoModelForMaskedLM.from_config(CONFIGS[model_type]())
 
 
-def run(model_type, batch, accumulation, output_dir, eval_batch=4, steps=3, **extra):
-    """Trains; returns logged losses and gradient norms, held-out losses and the number of processes."""
+def run(model_type, batch, accumulation, output_dir, eval_batch=4, steps=3, resume=None, **extra):
+    """Trains; returns logged losses and gradient norms, held-out losses, processes, fingerprint of the batches."""
     train, held_out = masked(32, SEED, 0), masked(13, EVALUATION_MASK_SEED, 1)
     arguments = TrainingArguments(
         output_dir=str(output_dir),
@@ -77,12 +78,11 @@ def run(model_type, batch, accumulation, output_dir, eval_batch=4, steps=3, **ex
         eval_strategy="steps",
         eval_steps=1,
         eval_on_start=True,
-        save_strategy="no",
+        **{"save_strategy": "no", **extra},
         report_to="none",
         seed=SEED,
         use_cpu=True,
         disable_tqdm=True,
-        **extra,
     )
     trainer = TokenWeightedTrainer(
         model=build_model(model_type),
@@ -92,9 +92,11 @@ def run(model_type, batch, accumulation, output_dir, eval_batch=4, steps=3, **ex
         data_collator=collator,
         callbacks=[MaskEpochCallback(train)],
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.batch_fingerprint.combine()
     history = trainer.state.log_history
     return {
+        "fingerprint": trainer.batch_fingerprint.result(steps),
         "processes": trainer.accelerator.num_processes,
         "distributed": torch.distributed.is_initialized() and torch.distributed.get_world_size(),
         "loss": [entry["loss"] for entry in history if "loss" in entry],
@@ -105,8 +107,12 @@ def run(model_type, batch, accumulation, output_dir, eval_batch=4, steps=3, **ex
 
 
 def main():
-    model_type, batch, accumulation, file = sys.argv[1:]
-    result = run(model_type, int(batch), int(accumulation), Path(file).parent / "out")
+    model_type, batch, accumulation, file, *resume = sys.argv[1:]
+    folder = Path(file).parent / "out"
+    checkpoint = str(folder / "checkpoint-1") if resume else None
+    result = run(
+        model_type, int(batch), int(accumulation), folder, resume=checkpoint, save_strategy="steps", save_steps=1
+    )
     if int(os.environ.get("RANK", "0")) == 0:
         Path(file).write_text(json.dumps(result))
     if torch.distributed.is_initialized():

@@ -31,6 +31,10 @@ def history(trainer, name):
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
+def record(folder):
+    return json.loads((folder / "run.json").read_text())
+
+
 @pytest.fixture(scope="module")
 def finished(text_files, tmp_path_factory, cache_folder):
     import datasets
@@ -68,6 +72,49 @@ def test_output_folder_is_complete(finished):
     assert saved_tokenizer("the key")["input_ids"] == trainer.processing_class("the key")["input_ids"]
 
 
+def test_record_of_the_run(finished, text_files):
+    """What other tools read of a run: everything that tells it apart, and what it ended with."""
+    trainer, folder = finished
+    run = record(folder)
+    assert (run["recipe"], run["status"], run["seed"], run["num_processes"]) == ("mlm", "finished", 42, 1)
+    assert (run["learning_rate"], run["max_steps"], run["resumed_from"]) == (2e-3, 4, None)
+    assert run["command"] == words(text_files["txt"], folder)
+    assert run["qk_init"] == {"scheme": "symmetric"}
+    # Given ones and the recipe's own; not those that are given with their default.
+    assert {"vocab_size", "block_size", "max_steps", "use_cpu", "weight_decay"} <= set(run["arguments"])
+    assert not {"qk_init", "seed", "lr_scheduler_type", "mlm_probability"} & set(run["arguments"])
+    assert run["data"]["train_sequences"] == len(trainer.train_dataset)
+    assert run["data"]["held_out_sequences"] == len(trainer.eval_dataset)
+    assert run["data"]["source"] == text_files["txt"]
+    assert run["model"]["class"] == "ModernBertForMaskedLM"
+    assert run["model"]["num_parameters"] == trainer.model.num_parameters()
+    assert set(run["versions"]) == {"hf_symqk", "torch", "transformers", "accelerate", "datasets", "python"}
+    results = json.loads((folder / "all_results.json").read_text())
+    assert run["metrics"]["eval_loss"] == results["eval_loss"]
+    assert run["metrics"]["train_loss"] == results["train_loss"]
+    assert (run["hashes"]["steps"], run["hashes"]["sequences"]) == (4, 32)
+    assert {len(run["hashes"][name]) for name in ("weights", "qk", "v", "batches")} == {64}
+    assert run["started"] <= run["finished"]
+
+
+def test_failed_run_says_so(text_files, tmp_path, monkeypatch):
+    """A comparison of many runs has to tell a run that broke down from one that is still going."""
+    original = mlm.TokenWeightedTrainer.training_step
+
+    def break_down(self, *args):
+        assert record(tmp_path)["status"] == "running"
+        if self.state.global_step == 2:
+            raise FloatingPointError("the third step")
+        return original(self, *args)
+
+    monkeypatch.setattr(mlm.TokenWeightedTrainer, "training_step", break_down)
+    with pytest.raises(FloatingPointError):
+        mlm.main(words(text_files["txt"], tmp_path))
+    run = record(tmp_path)
+    assert (run["status"], run["error"]) == ("failed", "FloatingPointError: the third step")
+    assert not list(tmp_path.glob(".run.json*"))
+
+
 def test_no_evaluation_is_repeated(finished):
     trainer, _ = finished
     steps = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
@@ -87,7 +134,7 @@ def test_plain_baseline_differs_in_keys_only(finished, text_files, tmp_path):
     for scheme in ("symmetric", "none"):
         batches = seen[scheme] = []
 
-        def record(self, indices, batches=batches):
+        def remember(self, indices, batches=batches):
             rows = original_batch(self, indices)
             batches.append([(index, row["labels"].tolist()) for index, row in zip(indices, rows, strict=True)])
             return rows
@@ -96,7 +143,7 @@ def test_plain_baseline_differs_in_keys_only(finished, text_files, tmp_path):
             original_init(self, **{**kwargs, "callbacks": [*kwargs["callbacks"], Recorder()]})
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(MaskedDataset, "__getitems__", record)
+            patch.setattr(MaskedDataset, "__getitems__", remember)
             patch.setattr(mlm.TokenWeightedTrainer, "__init__", with_recorder)
             mlm.main(words(text_files["txt"], tmp_path / scheme, "--qk_init", scheme))
         starts[scheme] = Recorder.weights
@@ -110,16 +157,21 @@ def test_plain_baseline_differs_in_keys_only(finished, text_files, tmp_path):
         assert torch.equal(plain[2], symmetric[2])
         assert torch.equal(symmetric[0], symmetric[1])
     assert json.loads((tmp_path / "none" / "config.json").read_text()).get("qk_init") is None
+    plain, symmetric = (record(tmp_path / scheme)["hashes"] for scheme in ("none", "symmetric"))
+    assert {name for name in plain if plain[name] != symmetric[name]} == {"qk"}
+    assert record(tmp_path / "none")["qk_init"] is None
 
 
 def test_held_out_masks_do_not_follow_the_seed(finished, text_files, tmp_path):
-    trainer, _ = finished
-    other = mlm.main(words(text_files["txt"], tmp_path, "--seed", "7", steps=1))
+    trainer, folder = finished
+    other = mlm.main(words(text_files["txt"], tmp_path, "--seed", "7", steps=4))
     for index in range(len(trainer.eval_dataset)):
         one, two = trainer.eval_dataset[index], other.eval_dataset[index]
         assert torch.equal(one["input_ids"], two["input_ids"])
         assert torch.equal(one["labels"], two["labels"])
     assert not torch.equal(trainer.train_dataset[0]["labels"], other.train_dataset[0]["labels"])
+    one, two = record(folder)["hashes"], record(tmp_path)["hashes"]
+    assert {name for name in one if one[name] == two[name]} == {"steps", "sequences"}
 
 
 def test_resumed_run_continues_the_same_curve(text_files, tmp_path):
@@ -132,6 +184,9 @@ def test_resumed_run_continues_the_same_curve(text_files, tmp_path):
     more = (*save, "--resume_from_checkpoint", checkpoint)
     resumed = mlm.main(words(text_files["txt"], tmp_path / "resumed", *more, steps=55))
     assert history(resumed, "loss") == pytest.approx(history(whole, "loss"), rel=1e-6)
+    first, second = record(tmp_path), record(tmp_path / "resumed")
+    assert second["hashes"] == first["hashes"]
+    assert second["resumed_from"] == checkpoint
     tables = [pd.read_csv(folder / "qk_scores_first_last.csv") for folder in (tmp_path, tmp_path / "resumed")]
     pd.testing.assert_frame_equal(*tables)
 
@@ -143,6 +198,7 @@ def test_stream_and_its_resume(text_files, tmp_path, workers):
     whole = mlm.main(words(text_files["jsonl"], tmp_path, *more, steps=16))
     more += ("--resume_from_checkpoint", str(tmp_path / "checkpoint-12"))
     resumed = mlm.main(words(text_files["jsonl"], tmp_path / "resumed", *more, steps=16))
+    assert record(tmp_path / "resumed")["hashes"] == record(tmp_path)["hashes"]
     assert history(resumed, "loss") == pytest.approx(history(whole, "loss"), rel=1e-6)
     assert len(history(whole, "loss")) == 16
 
@@ -173,6 +229,7 @@ def test_evaluation_only(text_files, tmp_path):
     trainer = mlm.main(words(text_files["txt"], tmp_path, "--do_train", "false"))
     results = json.loads((tmp_path / "all_results.json").read_text())
     assert results["eval_loss"] > results["eval_unigram_entropy"] > 0
+    assert not (tmp_path / "run.json").exists()  # the record is one of training
     assert trainer.state.global_step == 0
 
 
@@ -241,5 +298,8 @@ def test_two_processes_run_the_recipe(text_files, tmp_path):
             log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
             losses[name] = [[entry[key] for entry in log if key in entry] for key in ("loss", "eval_loss")]
         assert len(losses["one"][0]) == 4
+        one, two = (record(tmp_path / (name + "".join(streaming[:1]))) for name in ("one", "two"))
+        assert one["hashes"] == two["hashes"]
+        assert (one["num_processes"], two["num_processes"]) == (1, 2)
         for one, two in zip(losses["one"], losses["two"], strict=True):
             assert two == pytest.approx(one, rel=1e-3)

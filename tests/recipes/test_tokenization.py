@@ -1,7 +1,7 @@
 import datasets
 import pytest
 import tokenizers
-from arguments import DataArguments, ModelArguments, RecipeError
+from arguments import DataArguments, RecipeError, TokenizerArguments
 from tokenization import choose_tokenizer, load_tokenizer, tokenizer_digest, train_tokenizer, trained_tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -32,8 +32,8 @@ def test_trained_once(documents, fresh_cache, monkeypatch):
 
 def test_stream_gives_its_first_documents(documents, fresh_cache):
     stream = datasets.Dataset.from_dict({"text": [*documents, "zzyzx " * 500]}).to_iterable_dataset()
-    model, data = ModelArguments(vocab_size=300), DataArguments(stream_tokenizer_documents=len(documents))
-    chosen = choose_tokenizer(model, data, stream, "text")
+    wanted, data = TokenizerArguments(vocab_size=300), DataArguments(stream_tokenizer_documents=len(documents))
+    chosen = choose_tokenizer(wanted, data, stream, "text")
     assert tokenizer_digest(chosen) == tokenizer_digest(train_tokenizer(documents, 300))
 
 

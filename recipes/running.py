@@ -1,0 +1,336 @@
+"""What every recipe does around its own model and data: arguments, logging, the seeded model, training, its record,
+the table of scores, the final evaluation, what is saved and pushed, and errors of one line.
+
+A recipe's `main` reads, in this order: [`start_run`], its data, [`Run.build`], its `Trainer` (with
+[`Run.callbacks`]), [`Run.execute`].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import datasets
+import torch
+import transformers
+from arguments import RecipeError, parse_arguments, parse_qk_init
+from fingerprints import FingerprintedTrainer, count_parameters, fingerprint_weights
+from reporting import FirstStepClock, announce, compare_scores, final_evaluation, write_score_table
+from run_record import RunRecord, software_versions, without_secrets
+from transformers import (
+    PreTrainedModel,
+    TrainerCallback,
+    TrainingArguments,
+    enable_full_determinism,
+    set_seed,
+)
+
+import hf_symqk
+
+
+__all__ = ["UNLESS_GIVEN", "Run", "recipe_defaults", "run_script", "start_run"]
+
+# A default must not overrule what the user asks for in other words.
+UNLESS_GIVEN = {
+    "max_steps": ["num_train_epochs"],
+    "eval_strategy": ["do_eval"],
+    "eval_on_start": ["do_eval", "eval_strategy"],
+    "eval_steps": ["eval_strategy"],
+    "logging_steps": ["logging_strategy"],
+}
+
+
+def recipe_defaults(output_dir: str, **changes: Any) -> dict[str, Any]:
+    """
+    What `TrainingArguments` takes where the user gives nothing: chosen for small models and the data that needs no
+    network, so that a run takes minutes on two cores.
+
+    Args:
+        output_dir (`str`):
+            The recipe's own output folder.
+        changes:
+            Defaults in which the recipe differs.
+
+    Returns:
+        `dict`: name to value.
+    """
+    return {
+        "output_dir": output_dir,
+        "do_train": True,
+        "do_eval": True,
+        "max_steps": 600,
+        "per_device_train_batch_size": 32,
+        "per_device_eval_batch_size": 64,
+        "learning_rate": 2e-3,
+        "weight_decay": 0.01,
+        "warmup_steps": 0.1,
+        "lr_scheduler_type": "linear",
+        "logging_steps": 50,
+        "eval_strategy": "steps",
+        "eval_steps": 200,
+        "eval_on_start": True,
+        "save_strategy": "no",
+        # Without an accelerator there is no memory to pin, and PyTorch warns at each epoch and evaluation.
+        "dataloader_pin_memory": torch.accelerator.is_available(),
+        "report_to": "none",
+        **changes,
+    }
+
+
+def start_run(
+    recipe: str,
+    dataclass_types: Sequence[type],
+    defaults: Mapping[str, Any],
+    argv: Sequence[str] | None = None,
+    *,
+    unless_given: Mapping[str, Iterable[str]] = UNLESS_GIVEN,
+) -> Run:
+    """
+    Reads the arguments of a recipe, checks what concerns every recipe, sets up logging, prints the defaults in use.
+
+    Args:
+        recipe (`str`):
+            Its name, as the record of the run gives it.
+        dataclass_types (sequence of `type`):
+            Dataclasses of its arguments; the last is `TrainingArguments`.
+        defaults (mapping):
+            See [`recipe_defaults`].
+        argv (sequence of `str`, *optional*):
+            Words of the command line; `sys.argv[1:]` without it.
+        unless_given (mapping of `str` to names, *optional*):
+            See [`parse_arguments`].
+
+    Returns:
+        `Run`: the run, its `arguments` in the order of `dataclass_types`.
+
+    Raises:
+        RecipeError: for arguments that cannot be used.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    parsed = parse_arguments(dataclass_types, defaults, words, unless_given=unless_given)
+    run = Run(recipe, words, parsed.filled, parsed.changed())
+    arguments = run.training_arguments
+    level = arguments.get_process_log_level()
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+    transformers.utils.logging.set_verbosity(level)
+    datasets.utils.logging.set_verbosity(level)
+    if arguments.process_index != 0 or arguments.disable_tqdm:
+        datasets.disable_progress_bars()
+    if arguments.do_predict:
+        raise RecipeError("do_predict: the recipe has no test part; give it as held-out data and use --do_eval.")
+    if not (arguments.do_train or arguments.do_eval):
+        raise RecipeError("do_train and do_eval are both off: there is nothing to do.")
+    used = ", ".join(f"{name}={value}" for name, value in parsed.used_defaults.items())
+    run.announce(f"defaults of the recipe in use: {used or 'none'}")
+    return run
+
+
+@dataclasses.dataclass
+class Run:
+    """
+    One run of a recipe.
+
+    Attributes:
+        recipe (`str`): Name of the recipe.
+        words (`list[str]`): Its command line.
+        arguments (`tuple`): Its filled dataclasses.
+        changed (`dict`): Arguments that differ from the defaults of their dataclasses.
+        qk_init (`dict` or `None`): The initialisation, known once the model is built.
+    """
+
+    recipe: str
+    words: list[str]
+    arguments: tuple[Any, ...]
+    changed: dict[str, Any]
+    qk_init: dict[str, Any] | None = None
+    _weights: dict[str, str] = dataclasses.field(default_factory=dict)
+    _clock: FirstStepClock = dataclasses.field(default_factory=FirstStepClock)
+
+    @property
+    def training_arguments(self) -> TrainingArguments:
+        """The last of the arguments."""
+        return self.arguments[-1]
+
+    def announce(self, text: str) -> None:
+        """Prints a line, once however many processes run."""
+        announce(self.training_arguments, text)
+
+    def build(
+        self, qk_init: dict[str, Any] | str | None, make: Callable[[dict[str, Any] | str | None], PreTrainedModel]
+    ) -> PreTrainedModel:
+        """
+        Seeds the generators and builds the model.
+
+        Args:
+            qk_init (`dict`, `str` or `None`):
+                The argument of that name.
+            make (`Callable`):
+                Builds the model from what `from_config(..., qk_init=...)` takes.
+
+        Returns:
+            `PreTrainedModel`: what `make` returned.
+
+        Raises:
+            RecipeError: if `qk_init` is a string that opens a JSON object but is none; and what `make` raises.
+        """
+        arguments, option = self.training_arguments, parse_qk_init(qk_init)
+        if arguments.full_determinism:
+            enable_full_determinism(arguments.seed)
+        else:
+            set_seed(arguments.seed)
+        model = make(option)
+        # After `make`, which has checked it.
+        self.qk_init = None if option is None else hf_symqk.SymmetricInit.from_value(option).to_dict()
+        self.announce(
+            f"model: {type(model).__name__}, {count_parameters(model):,} parameters, qk_init={option or 'none'}"
+        )
+        if arguments.do_train:
+            self._weights = fingerprint_weights(model)
+        return model
+
+    def callbacks(self) -> list[TrainerCallback]:
+        """Returns the callbacks that every recipe gives its trainer."""
+        return [hf_symqk.QKScoreCallback(), self._clock]
+
+    def execute(
+        self,
+        trainer: FingerprintedTrainer,
+        data: Mapping[str, Any],
+        evaluation_metrics: Callable[[], Mapping[str, float]] = dict,
+        summary: Callable[[Mapping[str, float]], str] | None = None,
+    ) -> dict[str, float]:
+        """
+        Trains and evaluates as the arguments ask for, and leaves everything in the output folder: model, metrics,
+        state, table of scores, and `run.json`.
+
+        Args:
+            trainer (`FingerprintedTrainer`):
+                With model and data.
+            data (mapping):
+                What the record says of the data: where they came from, and how many there are.
+            evaluation_metrics (`Callable`, *optional*):
+                Computes metrics `eval_…` that the trainer does not know, after the final evaluation.
+            summary (`Callable`, *optional*):
+                Makes of the metrics, where the run evaluated, the line that is printed.
+
+        Returns:
+            `dict`: the metrics.
+        """
+        arguments = self.training_arguments
+        if not arguments.do_train:
+            metrics = self._evaluate(trainer, evaluation_metrics)
+            self._leave(trainer, metrics, summary)
+        else:
+            record = RunRecord(str(arguments.output_dir), self._facts(trainer, data), arguments.process_index == 0)
+            try:
+                metrics = self._train(trainer)
+                metrics.update(self._evaluate(trainer, evaluation_metrics))
+                self._leave(trainer, metrics, summary)
+                trainer.batch_fingerprint.combine()
+                steps = trainer.state.global_step
+                hashes = {**self._weights, **trainer.batch_fingerprint.result(steps)}
+                record.finish(hashes=hashes, metrics=metrics, max_steps=trainer.state.max_steps)
+            except BaseException as error:
+                record.fail(error)
+                raise
+        if arguments.push_to_hub:
+            trainer.push_to_hub()
+        return metrics
+
+    def _facts(self, trainer: FingerprintedTrainer, data: Mapping[str, Any]) -> dict[str, Any]:
+        arguments = self.training_arguments
+        model: Any = trainer.model
+        return {
+            "recipe": self.recipe,
+            "command": without_secrets(self.words),
+            "arguments": self.changed,
+            "qk_init": self.qk_init,
+            "seed": arguments.seed,
+            "learning_rate": arguments.learning_rate,
+            "max_steps": arguments.max_steps if arguments.max_steps > 0 else None,
+            "num_processes": arguments.world_size,
+            "resumed_from": _checkpoint(arguments),
+            "data": dict(data),
+            "versions": software_versions(),
+            "model": {
+                "class": type(model).__name__,
+                "model_type": model.config.model_type,
+                "num_parameters": count_parameters(model),
+            },
+            "hashes": {**self._weights, "batches": None, "steps": None, "sequences": None},
+            "metrics": {},
+        }
+
+    def _train(self, trainer: FingerprintedTrainer) -> dict[str, float]:
+        model: Any = trainer.model
+        first = hf_symqk.score_model(model)
+        result = trainer.train(resume_from_checkpoint=_checkpoint(trainer.args))
+        trainer.save_model()
+        metrics = dict(result.metrics)
+        if self._clock.seconds is not None:
+            metrics["train_seconds_to_first_step"] = round(self._clock.seconds, 2)
+        self._report_scores(trainer, first)
+        return metrics
+
+    def _report_scores(self, trainer: FingerprintedTrainer, first: hf_symqk.QKScores) -> None:
+        table = compare_scores(first, hf_symqk.score_model(trainer.accelerator.unwrap_model(trainer.model)))
+        if trainer.is_world_process_zero():
+            path = write_score_table(table, str(trainer.args.output_dir))
+            # `load_best_model_at_end` has put another step's weights back by now.
+            last = "of the best checkpoint" if trainer.args.load_best_model_at_end else "after the last"
+            print(f"\nW_qk before the first step and {last} ({path}):")
+            print(table.to_string(index=False, float_format=lambda value: f"{value:.3f}"), flush=True)
+
+    def _evaluate(
+        self, trainer: FingerprintedTrainer, evaluation_metrics: Callable[[], Mapping[str, float]]
+    ) -> dict[str, float]:
+        if not trainer.args.do_eval or trainer.eval_dataset is None:
+            return {}
+        return {**final_evaluation(trainer), **evaluation_metrics()}
+
+    def _leave(
+        self,
+        trainer: FingerprintedTrainer,
+        metrics: Mapping[str, float],
+        summary: Callable[[Mapping[str, float]], str] | None,
+    ) -> None:
+        """Writes metrics and state, and prints what came out."""
+        evaluated = any(name.startswith("eval") for name in metrics)
+        for part in ("train", "eval"):
+            selected = {name: value for name, value in metrics.items() if name.startswith(part)}
+            if selected:
+                trainer.save_metrics(part, selected)
+        trainer.save_state()
+        if evaluated and summary is not None:
+            self.announce(f"\n{summary(metrics)}")
+        if "train_seconds_to_first_step" in metrics:
+            self.announce(
+                f"first step {metrics['train_seconds_to_first_step']:.1f} s after the start, "
+                f"{metrics['train_runtime']:.1f} s of training; everything is in {trainer.args.output_dir}"
+            )
+
+
+def _checkpoint(arguments: TrainingArguments) -> str | bool | None:
+    resume: str | bool | None = arguments.resume_from_checkpoint
+    if isinstance(resume, str) and resume.lower() in ("true", "false"):
+        resume = resume.lower() == "true"
+    return resume
+
+
+def run_script(main: Callable[[], FingerprintedTrainer]) -> None:
+    """
+    Runs a recipe as a program: what the user can mend is an error of one line, without a traceback.
+
+    Args:
+        main (`Callable`):
+            The recipe's `main`.
+    """
+    try:
+        finished = main()
+    except RecipeError as error:
+        raise SystemExit(f"error: {error}") from None
+    # Without it the processes of a group warn at exit.
+    finished.accelerator.end_training()

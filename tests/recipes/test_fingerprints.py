@@ -1,0 +1,176 @@
+"""Fingerprints tell apart what makes two losses incomparable, and nothing else."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fingerprints import BatchFingerprint, count_parameters, fingerprint_weights
+from loss_run import run
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    ModernBertConfig,
+    T5Config,
+    ViTConfig,
+    set_seed,
+)
+
+
+WIDTHS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+# One architecture for each way to store Q and K: apart with biases, fused, fused and transposed, fused head by head,
+# with fewer key heads, with another scale of K, and outside text.
+MODELS = {
+    "bert": lambda **kw: AutoModelForMaskedLM.from_config(BertConfig(vocab_size=99, **WIDTHS), **kw),
+    "modernbert": lambda **kw: AutoModelForMaskedLM.from_config(
+        ModernBertConfig(vocab_size=99, pad_token_id=0, **WIDTHS), **kw
+    ),
+    "gpt2": lambda **kw: AutoModelForCausalLM.from_config(
+        GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99), **kw
+    ),
+    "gpt_neox": lambda **kw: AutoModelForCausalLM.from_config(GPTNeoXConfig(vocab_size=99, **WIDTHS), **kw),
+    "llama": lambda **kw: AutoModelForCausalLM.from_config(
+        LlamaConfig(vocab_size=99, num_key_value_heads=2, **WIDTHS), **kw
+    ),
+    "t5": lambda **kw: AutoModel.from_config(
+        T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4), **kw
+    ),
+    "vit": lambda **kw: AutoModel.from_config(ViTConfig(image_size=8, patch_size=4, **WIDTHS), **kw),
+}
+
+
+def fingerprint(model_type, seed=0, change=None, **options):
+    set_seed(seed)
+    model = MODELS[model_type](**options)
+    if change is not None:
+        with torch.no_grad():
+            change(model)
+    return fingerprint_weights(model)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_initialisations_differ_in_queries_and_keys_only(model_type):
+    plain, symmetric = fingerprint(model_type), fingerprint(model_type, qk_init="symmetric")
+    assert plain == fingerprint(model_type)
+    assert {name for name in plain if plain[name] != symmetric[name]} == {"qk"}
+    other = fingerprint(model_type, seed=1)
+    assert all(plain[name] != other[name] for name in plain)
+    # This option redraws V as well, which is kept apart from the other weights for that reason.
+    redrawn = fingerprint(model_type, qk_init={"scheme": "independent", "distribution": "kaiming_uniform"})
+    assert {name for name in plain if plain[name] != redrawn[name]} == {"qk", "v"}
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda attention: attention.query.weight[3, 4].add_(1e-6), "qk"),
+        (lambda attention: attention.key.bias[3].add_(1e-6), "qk"),
+        (lambda attention: attention.value.bias[3].add_(1e-6), "v"),
+        (lambda attention: attention.dropout, None),
+    ],
+)
+def test_one_changed_entry_is_seen_where_it_belongs(change, kind):
+    plain = fingerprint("bert")
+    changed = fingerprint("bert", change=lambda model: change(model.bert.encoder.layer[1].attention.self))
+    assert {name for name in plain if plain[name] != changed[name]} == ({kind} if kind else set())
+
+
+def test_other_weights_and_buffers_count():
+    plain = fingerprint("llama")
+    for change in (
+        lambda model: model.model.layers[0].self_attn.o_proj.weight[0, 0].add_(1e-6),
+        lambda model: model.model.rotary_emb.inv_freq[0].add_(1e-3),
+    ):
+        changed = fingerprint("llama", change=change)
+        assert {name for name in plain if plain[name] != changed[name]} == {"weights"}
+
+
+def test_tied_parameters_count_once():
+    model = MODELS["bert"]()
+    assert count_parameters(model) == model.num_parameters()
+
+
+def batch(seed=0, number=8):
+    values = torch.randint(0, 99, (number, 5), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": values, "labels": values + 1}
+
+
+def total(*added):
+    result = BatchFingerprint()
+    for step, values in added:
+        result.add(values, step)
+    result.combine()
+    return result.result(steps=len({step for step, _ in added}))
+
+
+def test_order_inside_a_step_does_not_count_and_everything_else_does():
+    one, two = batch(0), batch(1)
+    halves = [(0, {name: values[half] for name, values in one.items()}) for half in (slice(4, 8), slice(0, 4))]
+    reference = total((0, one), (1, two))
+    assert reference == total(*halves, (1, two))
+    assert reference["steps"] == 2
+    assert reference["sequences"] == 16
+    one_token = {name: values.clone() for name, values in two.items()}
+    one_token["labels"][7, 4] += 1
+    swapped = {"input_ids": one["labels"], "labels": one["input_ids"]}
+    others = [
+        total((0, two), (1, one)),
+        total((0, one), (1, one_token)),
+        total((0, swapped), (1, two)),
+        total((0, one), (1, two), (1, two)),
+        total((0, {name: values.int() for name, values in one.items()}), (1, two)),
+        total((0, {name: values.view(8, 1, 5) for name, values in one.items()}), (1, two)),
+    ]
+    assert len({reference["batches"], *(other["batches"] for other in others)}) == 1 + len(others)
+
+
+def test_labels_of_one_dimension_and_images_in_half_precision():
+    images = {"pixel_values": torch.ones(3, 1, 2, 2, dtype=torch.bfloat16), "labels": torch.arange(3)}
+    assert total((0, images))["sequences"] == 3
+    images["labels"] = images["labels"].flip(0) * 2
+    assert total((0, images))["batches"] is not None
+
+
+def test_steps_that_were_not_seen_leave_no_fingerprint():
+    seen = BatchFingerprint()
+    seen.add(batch(), 3)
+    seen.combine()
+    assert seen.result(steps=4)["batches"] is None
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    return run("bert", 32, 1, tmp_path_factory.mktemp("reference"))["fingerprint"]
+
+
+def test_accumulation_and_workers_change_nothing(reference, tmp_path):
+    assert reference["steps"] == 3
+    assert reference["sequences"] == 96
+    assert run("bert", 8, 4, tmp_path, dataloader_num_workers=2)["fingerprint"] == reference
+    # Another order of the same sequences inside each step, which holds all of them.
+    assert run("bert", 32, 1, tmp_path, data_seed=5)["fingerprint"] == reference
+    assert run("bert", 16, 1, tmp_path, steps=3)["fingerprint"] != reference
+
+
+@pytest.mark.slow
+def test_two_processes_and_a_resume_change_nothing(reference, tmp_path):
+    """Each process sees half of the sequences; the checkpoint holds what both saw."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    command += [str(Path(__file__).parent / "loss_run.py"), "bert", "8", "2"]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    file = tmp_path / "result.json"
+    for more in ((), ("--resume",)):
+        done = subprocess.run(
+            [*command, str(file), *more], env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert json.loads(file.read_text())["fingerprint"] == reference
