@@ -17,8 +17,8 @@ import datasets
 import numpy as np
 import torch
 from arguments import RecipeError
+from examples import EpochCallback
 from fingerprints import FingerprintedTrainer
-from masking import MaskEpochCallback
 from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
@@ -222,7 +222,7 @@ class ExampleWeightedTrainer(FingerprintedTrainer):
                     f"dataloader_drop_last leaves nothing: {len(self.train_dataset)} training examples are fewer than "
                     f"the {at_once} of one step."
                 )
-            self.add_callback(MaskEpochCallback(self._keys))
+            self.add_callback(EpochCallback(self._keys))
 
     def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler | None:
         return self._keys

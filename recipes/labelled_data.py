@@ -34,7 +34,7 @@ class LabelArguments:
         default="label",
         metadata={"help": "Column of labels: text or whole numbers for classes, floating-point numbers for values."},
     )
-    label_names: list[str] | None = dataclasses.field(
+    class_names: list[str] | None = dataclasses.field(
         default=None,
         metadata={"help": "Classes of a stream that does not declare them, in the order of their numbers."},
     )
@@ -49,9 +49,9 @@ class LabelArguments:
     def __post_init__(self) -> None:
         if self.stream_validation_examples < 0:
             raise RecipeError(f"stream_validation_examples={self.stream_validation_examples}: choose 0 or more.")
-        doubled = [name for name, count in Counter(self.label_names or ()).items() if count > 1]
+        doubled = [name for name, count in Counter(self.class_names or ()).items() if count > 1]
         if doubled:
-            raise RecipeError(f"label_names holds {', '.join(doubled)} more than once.")
+            raise RecipeError(f"class_names holds {', '.join(doubled)} more than once.")
 
 
 @dataclasses.dataclass
@@ -252,7 +252,7 @@ def _classes_of(part: datasets.Dataset, labels: LabelArguments, what: str) -> li
     feature = part.features[column]
     if _kind(feature, column, what) == "number":
         return None
-    declared = feature.names if isinstance(feature, datasets.ClassLabel) else labels.label_names
+    declared = feature.names if isinstance(feature, datasets.ClassLabel) else labels.class_names
     present = set(part[column][:]) - {None}
     classes = declared or [_text(value) for value in sorted(present)]
     if len(classes) < 2:
@@ -322,13 +322,13 @@ def _label_stream(
     feature = None if train.features is None else train.features.get(column)
     if isinstance(feature, datasets.ClassLabel):
         classes = list(feature.names)
-    elif labels.label_names is not None:
-        classes = labels.label_names
+    elif labels.class_names is not None:
+        classes = labels.class_names
     elif feature is not None and _kind(feature, column, what) == "number":
         classes = None
     else:
         raise RecipeError(
-            f"{what} is a stream that does not declare the classes of column {column!r}: list them by --label_names, "
+            f"{what} is a stream that does not declare the classes of column {column!r}: list them by --class_names, "
             "or leave --streaming out."
         )
     if classes is not None and len(classes) < 2:
