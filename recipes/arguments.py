@@ -148,6 +148,10 @@ class DataArguments(FileArguments):
     sample_by: str = dataclasses.field(
         default="line", metadata={"help": "What one document of a .txt file is: line, paragraph or document (file)."}
     )
+    character_spaced: bool = dataclasses.field(
+        default=False,
+        metadata={"help": "Put a space between all characters before tokenizing, as published runs did (README.md)."},
+    )
     block_size: int = dataclasses.field(
         default=64, metadata={"help": "Tokens of a packed sequence, specials included."}
     )

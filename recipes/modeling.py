@@ -1,10 +1,12 @@
-"""The encoder of a recipe: its config, checked before anything is trained, and the model built from it."""
+"""The language model of a recipe: its config, checked before anything is trained, and the model built from it."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +14,9 @@ import transformers
 from arguments import ModelArguments, RecipeError
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
+    AutoModelForCausalLM,
     AutoModelForMaskedLM,
     PreTrainedConfig,
     PreTrainedModel,
@@ -20,20 +24,64 @@ from transformers import (
 )
 
 
-__all__ = ["build_config", "build_model", "check_positions", "parse_config_overrides"]
+__all__ = [
+    "DECODER",
+    "ENCODER",
+    "ModelKind",
+    "build_config",
+    "build_model",
+    "check_causal",
+    "check_names",
+    "check_positions",
+    "parse_config_overrides",
+    "read_config",
+]
 
 logger = logging.getLogger(__name__)
 
-# A pre-norm rotary encoder of this size leaves the unigram plateau within a minute on one core; a post-norm BERT of
-# the same size does not within minutes.
-DEFAULT_MODEL_TYPE = "modernbert"
-DEFAULT_SHAPE = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 512,
-}
+
+@dataclasses.dataclass(frozen=True)
+class ModelKind:
+    """
+    Encoders or decoders: which architectures serve, and which is taken where none is named.
+
+    Attributes:
+        name (`str`): How errors call them.
+        mapping (mapping): Config class to model class, of Transformers.
+        auto_class (`type`): Builds the model.
+        is_decoder (`bool`): Whether a token may attend to those before it alone.
+        default_model_type (`str`): Architecture of the default model.
+        default_shape (mapping): Its sizes.
+    """
+
+    name: str
+    mapping: Any
+    auto_class: Any
+    is_decoder: bool
+    default_model_type: str
+    default_shape: Mapping[str, Any]
+
+
+SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+# Pre-norm rotary models of this size leave the unigram plateau within a minute on one core; a post-norm BERT of the
+# same size does not within minutes.
+ENCODER = ModelKind(
+    name="masked-language-model encoder",
+    mapping=MODEL_FOR_MASKED_LM_MAPPING,
+    auto_class=AutoModelForMaskedLM,
+    is_decoder=False,
+    default_model_type="modernbert",
+    default_shape={**SMALL, "max_position_embeddings": 512},
+)
+DECODER = ModelKind(
+    name="decoder (causal language model)",
+    mapping=MODEL_FOR_CAUSAL_LM_MAPPING,
+    auto_class=AutoModelForCausalLM,
+    is_decoder=True,
+    default_model_type="llama",
+    default_shape={**SMALL, "max_position_embeddings": 512},
+)
+RECIPE_OF = {ENCODER.name: "mlm.py", DECODER.name: "clm.py"}
 SPECIAL_IDS = ("pad_token_id", "cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id", "mask_token_id")
 
 
@@ -80,29 +128,27 @@ def parse_config_overrides(value: dict[str, Any] | str | None) -> dict[str, Any]
     return overrides
 
 
-def build_config(
-    arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase, trained_tokenizer: bool
-) -> PreTrainedConfig:
+def read_config(
+    arguments: ModelArguments, default_model_type: str, default_shape: Mapping[str, Any]
+) -> tuple[str, dict[str, Any], str]:
     """
-    Builds the config of a masked-language-model encoder that fits its tokenizer.
+    Reads which architecture the arguments name.
 
     Args:
         arguments (`ModelArguments`):
-            Which architecture, and what is changed in it.
-        tokenizer (`PreTrainedTokenizerBase`):
-            Gives the special tokens, and the vocabulary size except where `config_name` or an override states one.
-        trained_tokenizer (`bool`):
-            Whether the recipe trained it; a vocabulary size of `config_name` then belongs to another tokenizer and is
-            replaced.
+            Name a config, an architecture or neither.
+        default_model_type (`str`):
+            Architecture that is meant by neither.
+        default_shape (mapping):
+            Its sizes.
 
     Returns:
-        `PreTrainedConfig`: the config.
+        `tuple`: the architecture, which Transformers knows; values for its config, without `config_overrides`; and how
+        errors call the source of both.
 
     Raises:
-        RecipeError: if the config cannot be found or built, is not that of a masked-language-model encoder of text,
-            its vocabulary is smaller than the tokenizer's, or its heads do not divide its width.
+        RecipeError: if both are named, the config cannot be loaded, or Transformers does not know the architecture.
     """
-    overrides = parse_config_overrides(arguments.config_overrides)
     if arguments.config_name is not None and arguments.model_type is not None:
         raise RecipeError(
             f"config_name={arguments.config_name!r} and model_type={arguments.model_type!r} both name the "
@@ -118,14 +164,43 @@ def build_config(
         if carried is not None:
             logger.warning("%s carries qk_init=%s: the argument qk_init replaces it", source, carried)
     else:
-        model_type = arguments.model_type or DEFAULT_MODEL_TYPE
-        values = dict(DEFAULT_SHAPE) if arguments.model_type is None else {}
+        model_type = arguments.model_type or default_model_type
+        values = dict(default_shape) if arguments.model_type is None else {}
         source = f"model_type={model_type!r}"
     if model_type not in CONFIG_MAPPING:
         raise RecipeError(f"{source}: Transformers {transformers.__version__} knows no architecture {model_type!r}.")
+    return model_type, values, source
+
+
+def build_config(
+    arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase, trained_tokenizer: bool, kind: ModelKind
+) -> PreTrainedConfig:
+    """
+    Builds the config of a language model that fits its tokenizer.
+
+    Args:
+        arguments (`ModelArguments`):
+            Which architecture, and what is changed in it.
+        tokenizer (`PreTrainedTokenizerBase`):
+            Gives the special tokens, and the vocabulary size except where `config_name` or an override states one.
+        trained_tokenizer (`bool`):
+            Whether the recipe trained it; a vocabulary size of `config_name` then belongs to another tokenizer and is
+            replaced.
+        kind (`ModelKind`):
+            `ENCODER` or `DECODER`.
+
+    Returns:
+        `PreTrainedConfig`: the config.
+
+    Raises:
+        RecipeError: if the config cannot be found or built, is not of that kind, its vocabulary is smaller than the
+            tokenizer's, or its heads do not divide its width.
+    """
+    overrides = parse_config_overrides(arguments.config_overrides)
+    model_type, values, source = read_config(arguments, kind.default_model_type, kind.default_shape)
     config_class = CONFIG_MAPPING[model_type]
-    _check_encoder(config_class, source)
-    _check_names(overrides, config_class(), source)
+    _check_kind(config_class, source, kind)
+    check_names(overrides, config_class(), source)
     if "num_hidden_layers" in overrides and "layer_types" in values and "layer_types" not in overrides:
         logger.warning("%s: layer_types is derived anew for %d layers", source, overrides["num_hidden_layers"])
         del values["layer_types"]
@@ -140,11 +215,13 @@ def build_config(
         config = config_class(**values)
     except Exception as error:  # config classes raise errors of several libraries
         raise RecipeError(f"{source} with config_overrides={overrides}: {error}") from error
-    _check_config(config, tokenizer, source)
+    _check_config(config, tokenizer, source, kind)
     return config
 
 
-def build_model(config: PreTrainedConfig, qk_init: dict[str, Any] | str | None, block_size: int) -> PreTrainedModel:
+def build_model(
+    config: PreTrainedConfig, qk_init: dict[str, Any] | str | None, block_size: int, kind: ModelKind
+) -> PreTrainedModel:
     """
     Builds the model, with its weights drawn from PyTorch's global generator.
 
@@ -155,19 +232,53 @@ def build_model(config: PreTrainedConfig, qk_init: dict[str, Any] | str | None, 
             Query-key initialisation; `None` for the model's own.
         block_size (`int`):
             Tokens that it will be given.
+        kind (`ModelKind`):
+            `ENCODER` or `DECODER`.
 
     Returns:
         `PreTrainedModel`: the model, on the CPU in float32.
 
     Raises:
-        RecipeError: if the model or its initialisation rejects the config, or has fewer positions than `block_size`.
+        RecipeError: if the model or its initialisation rejects the config, it has fewer positions than `block_size`,
+            or it is to be a decoder and reads what it is to predict.
     """
     try:
-        model = AutoModelForMaskedLM.from_config(config, qk_init=qk_init)
+        model = kind.auto_class.from_config(config, qk_init=qk_init)
     except (ValueError, TypeError, AssertionError) as error:
         raise RecipeError(f"{config.model_type} with qk_init={qk_init!r} cannot be built: {error}") from error
     check_positions(model, block_size)
+    if kind.is_decoder:
+        check_causal(model, block_size)
     return model
+
+
+def check_causal(model: PreTrainedModel, block_size: int) -> None:
+    """
+    Checks that a model's prediction of a token does not depend on that token: it would learn to copy it.
+
+    Args:
+        model (`PreTrainedModel`):
+            The model. One whose weights are partitioned (ZeRO-3) is taken as it is.
+        block_size (`int`):
+            Tokens of a block.
+
+    Raises:
+        RecipeError: if the logits of earlier places change with the last token.
+    """
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        return
+    length = min(block_size, 8)
+    tokens = torch.arange(length).remainder(model.config.vocab_size).repeat(2, 1)
+    tokens[1, -1] = (tokens[0, -1] + 1) % model.config.vocab_size
+    training = model.training
+    with torch.no_grad():
+        logits = model.eval()(input_ids=tokens.to(model.device)).logits[:, :-1].float()
+    model.train(training)
+    if not torch.allclose(logits[0], logits[1], rtol=1e-4, atol=1e-5):
+        raise RecipeError(
+            f"{type(model).__name__} reads the tokens that it is to predict: it is no decoder as it is configured "
+            "(model_type, config_overrides)."
+        )
 
 
 def check_positions(model: PreTrainedModel, block_size: int) -> None:
@@ -200,20 +311,39 @@ def check_positions(model: PreTrainedModel, block_size: int) -> None:
         )
 
 
-def _check_encoder(config_class: type[PreTrainedConfig], source: str) -> None:
-    if config_class not in MODEL_FOR_MASKED_LM_MAPPING:
-        known = sorted({mapped.model_type for mapped in MODEL_FOR_MASKED_LM_MAPPING})
-        raise RecipeError(f"{source} is not a masked-language-model encoder. These are: {', '.join(known)}.")
-    model_class: Any = MODEL_FOR_MASKED_LM_MAPPING[config_class]
+def _check_kind(config_class: type[PreTrainedConfig], source: str, kind: ModelKind) -> None:
+    if config_class not in kind.mapping:
+        other = next((other for other in (ENCODER, DECODER) if other != kind and config_class in other.mapping), None)
+        if other is not None:
+            hint = f" It is a {other.name}: {RECIPE_OF[other.name]} trains it."
+        else:
+            known = sorted({mapped.model_type for mapped in kind.mapping})
+            hint = f" These are: {', '.join(known)}."
+        raise RecipeError(f"{source} is not a {kind.name}.{hint}")
+    model_class: Any = kind.mapping[config_class]
     if isinstance(model_class, list | tuple):
         model_class = model_class[0]
     if model_class.main_input_name != "input_ids":
-        raise RecipeError(f"{source} reads {model_class.main_input_name}, not text: choose an encoder of text.")
+        raise RecipeError(f"{source} reads {model_class.main_input_name}, not text: choose a model of text.")
     if config_class().is_encoder_decoder:
-        raise RecipeError(f"{source} is an encoder-decoder, which is not trained by masked tokens: choose an encoder.")
+        raise RecipeError(f"{source} is an encoder-decoder, which this recipe does not train: choose a {kind.name}.")
 
 
-def _check_names(overrides: dict[str, Any], config: PreTrainedConfig, source: str) -> None:
+def check_names(overrides: Mapping[str, Any], config: PreTrainedConfig, source: str) -> None:
+    """
+    Checks that a config has what is to be changed in it.
+
+    Args:
+        overrides (mapping):
+            The changes.
+        config (`PreTrainedConfig`):
+            Any config of the architecture.
+        source (`str`):
+            How the error calls it.
+
+    Raises:
+        RecipeError: for an unknown name, with those that are close to it.
+    """
     known = set(config.to_dict()) | set(getattr(config, "attribute_map", {}))
     for name in overrides:
         if name not in known:
@@ -229,9 +359,17 @@ def _special_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int | None:
     return getattr(tokenizer, stand_in) if value is None else value
 
 
-def _check_config(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    if getattr(config, "is_decoder", False):
-        raise RecipeError(f"{source} has is_decoder=True, a decoder: set is_decoder=false by --config_overrides.")
+def _check_config(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, source: str, kind: ModelKind) -> None:
+    # Architectures that serve as both say which they are to be.
+    is_decoder = getattr(config, "is_decoder", False)
+    if is_decoder and not kind.is_decoder:
+        raise RecipeError(
+            f"{source} has is_decoder=True, a decoder: set is_decoder=false by --config_overrides, or train it with "
+            f"{RECIPE_OF[DECODER.name]}."
+        )
+    if kind.is_decoder and not is_decoder and type(config) in ENCODER.mapping:
+        hint = ", or make it a decoder by --config_overrides is_decoder=true" if hasattr(config, "is_decoder") else ""
+        raise RecipeError(f"{source} is an encoder: train it with {RECIPE_OF[ENCODER.name]}{hint}.")
     if config.vocab_size < len(tokenizer):
         raise RecipeError(
             f"{source} has vocab_size={config.vocab_size}, below the {len(tokenizer)} entries of the tokenizer: give "

@@ -174,7 +174,8 @@ class Run:
             `PreTrainedModel`: what `make` returned.
 
         Raises:
-            RecipeError: if `qk_init` is a string that opens a JSON object but is none; and what `make` raises.
+            RecipeError: if `qk_init` is a string that opens a JSON object but is none, or the model has no attention
+                that can be scored; and what `make` raises.
         """
         arguments, option = self.training_arguments, parse_qk_init(qk_init)
         if arguments.full_determinism:
@@ -187,8 +188,10 @@ class Run:
         self.announce(
             f"model: {type(model).__name__}, {count_parameters(model):,} parameters, qk_init={option or 'none'}"
         )
-        if arguments.do_train:
+        try:
             self._weights = fingerprint_weights(model)
+        except ValueError as error:  # no attention that could be initialised or scored
+            raise RecipeError(str(error)) from error
         return model
 
     def callbacks(self) -> list[TrainerCallback]:

@@ -20,6 +20,11 @@ __all__ = ["TokenMeanLoss", "TokenWeightedTrainer"]
 IGNORED = -100
 
 
+def _aligned(labels: torch.Tensor, offset: int) -> torch.Tensor:
+    """Labels `(B, N)` beside the logits that predict them."""
+    return functional.pad(labels[:, offset:], (0, offset), value=IGNORED)
+
+
 def _logits(outputs: Any) -> torch.Tensor:
     """Logits `(B, N, V)` of a model's output, which was called without labels."""
     return outputs["logits"] if isinstance(outputs, dict) else outputs[0]
@@ -39,10 +44,13 @@ class TokenMeanLoss:
     Args:
         label_smoothing (`float`, *optional*, defaults to 0.0):
             As `TrainingArguments.label_smoothing_factor`, which `Trainer` leaves to a loss function that it is given.
+        offset (`int`, *optional*, defaults to 0):
+            How many places before its label a prediction stands: 0 for masked tokens, 1 for next tokens.
     """
 
-    def __init__(self, label_smoothing: float = 0.0) -> None:
+    def __init__(self, label_smoothing: float = 0.0, offset: int = 0) -> None:
         self.label_smoothing = label_smoothing
+        self.offset = offset
 
     def __call__(
         self, outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
@@ -62,7 +70,7 @@ class TokenMeanLoss:
             `torch.Tensor`: a scalar, in nats.
         """
         logits = _logits(outputs).float()
-        labels = labels.to(logits.device)
+        labels = _aligned(labels.to(logits.device), self.offset)
         total = functional.cross_entropy(
             logits.reshape(-1, logits.shape[-1]),
             labels.reshape(-1),
@@ -84,18 +92,24 @@ class TokenWeightedTrainer(FingerprintedTrainer):
     processes. Here it is the sum over all predicted tokens divided by their number; sequences that fill up the last
     batch of several processes count once.
 
+    Args:
+        offset (`int`, *optional*, defaults to 0):
+            See [`TokenMeanLoss`].
+
     Raises:
         RecipeError: if one process holds several GPUs (`DataParallel`).
     """
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, *, offset: int = 0, **kwargs: Any) -> None:
         training_arguments = kwargs["args"]
         if training_arguments.n_gpu > 1:
             raise RecipeError(
                 f"one process sees {training_arguments.n_gpu} GPUs: start one process a GPU with `accelerate launch "
                 f"--multi_gpu --num_processes {training_arguments.n_gpu}`, or show it one GPU by CUDA_VISIBLE_DEVICES."
             )
-        super().__init__(compute_loss_func=TokenMeanLoss(training_arguments.label_smoothing_factor), **kwargs)
+        loss = TokenMeanLoss(training_arguments.label_smoothing_factor, offset)
+        super().__init__(compute_loss_func=loss, **kwargs)
+        self.offset = offset
         self._reset_sums()
 
     def _reset_sums(self) -> None:
@@ -166,10 +180,11 @@ class TokenWeightedTrainer(FingerprintedTrainer):
         step: tuple[Any, Any, Any] = super().prediction_step(model, inputs, False, ignore_keys)
         loss, logits, labels = step
         scores = logits[0] if isinstance(logits, tuple) else logits
+        targets = _aligned(labels.to(scores.device), self.offset)
         nats = functional.cross_entropy(
-            scores.float().transpose(1, 2), labels.to(scores.device), ignore_index=IGNORED, reduction="none"
+            scores.float().transpose(1, 2), targets, ignore_index=IGNORED, reduction="none"
         ).sum(dim=1)
-        counts = (labels != IGNORED).sum(dim=1).to(nats.device)
+        counts = (targets != IGNORED).sum(dim=1)
         # One row a sequence: only so can the repeated sequences of the last batch be told from real ones.
         nats, counts = self.gather_function((nats, counts))
         self._held_out_nats += nats.double().sum().item()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,48 @@ from tokenizers import decoders, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 
-__all__ = ["choose_tokenizer", "load_tokenizer", "tokenizer_digest", "train_tokenizer", "trained_tokenizer"]
+__all__ = [
+    "DECODER_TOKENS",
+    "ENCODER_TOKENS",
+    "choose_tokenizer",
+    "load_tokenizer",
+    "space_characters",
+    "tokenizer_digest",
+    "train_tokenizer",
+    "trained_tokenizer",
+]
 
-SPECIAL_TOKENS = {
+ENCODER_TOKENS = {
     "pad_token": "[PAD]",
     "cls_token": "[CLS]",
     "sep_token": "[SEP]",
     "mask_token": "[MASK]",
     "unk_token": "[UNK]",
 }
+# As GPT-2 has it, one token for both ends of a text; and padding, for whoever fine-tunes the model.
+DECODER_TOKENS = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "pad_token": "<|pad|>"}
+
+
+def space_characters(text: str) -> str:
+    """
+    Puts a space between all characters, as the training script of arXiv:2502.10927 does on Wikipedia and RedPajama.
+
+    Args:
+        text (`str`):
+            A document.
+
+    Returns:
+        `str`: the same with spaces.
+
+    Example:
+
+    ```python
+    >>> space_characters("a key")
+    'a   k e y'
+
+    ```
+    """
+    return " ".join(text)
 
 
 def choose_tokenizer(
@@ -32,6 +65,7 @@ def choose_tokenizer(
     data_arguments: DataArguments,
     documents: datasets.Dataset | datasets.IterableDataset,
     text_column: str,
+    special_tokens: Mapping[str, str],
 ) -> PreTrainedTokenizerBase:
     """
     Loads the tokenizer that the arguments name, or trains one on the training documents.
@@ -40,11 +74,13 @@ def choose_tokenizer(
         tokenizer_arguments (`TokenizerArguments`):
             Name a tokenizer, or the size of the one that is trained.
         data_arguments (`DataArguments`):
-            How many documents of a stream it is trained on.
+            How many documents of a stream it is trained on, and whether its characters are spaced.
         documents (`datasets.Dataset` or `datasets.IterableDataset`):
             The training documents.
         text_column (`str`):
             Their column of text.
+        special_tokens (mapping of `str` to `str`):
+            `ENCODER_TOKENS` or `DECODER_TOKENS`.
 
     Returns:
         `PreTrainedTokenizerBase`: the tokenizer.
@@ -53,32 +89,36 @@ def choose_tokenizer(
         RecipeError: see [`load_tokenizer`] and [`train_tokenizer`].
     """
     if tokenizer_arguments.tokenizer_name is not None:
-        return load_tokenizer(tokenizer_arguments.tokenizer_name)
+        return load_tokenizer(tokenizer_arguments.tokenizer_name, special_tokens)
     if isinstance(documents, datasets.IterableDataset):
         rows = documents.take(data_arguments.stream_tokenizer_documents)
         documents = datasets.Dataset.from_dict({text_column: [row[text_column] for row in rows]})
-    return trained_tokenizer(documents, text_column, tokenizer_arguments.vocab_size)
+    return trained_tokenizer(
+        documents, text_column, tokenizer_arguments.vocab_size, special_tokens, data_arguments.character_spaced
+    )
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str, special_tokens: Mapping[str, str] = ENCODER_TOKENS) -> PreTrainedTokenizerBase:
     """
-    Loads a tokenizer for masked language modelling.
+    Loads a tokenizer.
 
     Args:
         name (`str`):
             Folder or Hub id.
+        special_tokens (mapping of `str` to `str`, *optional*):
+            What a trained tokenizer would have: where that is a mask token, this one needs one too.
 
     Returns:
-        `PreTrainedTokenizerBase`: the tokenizer, which has a mask token.
+        `PreTrainedTokenizerBase`: the tokenizer.
 
     Raises:
-        RecipeError: if there is no such tokenizer, or it has no mask token.
+        RecipeError: if there is no such tokenizer, or it lacks the mask token that it needs.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise RecipeError(f"tokenizer_name={name!r} cannot be loaded: {error}") from error
-    if tokenizer.mask_token_id is None:
+    if "mask_token" in special_tokens and tokenizer.mask_token_id is None:
         raise RecipeError(
             f"tokenizer_name={name!r} has no mask token, which masked language modelling needs: choose the tokenizer "
             "of an encoder, or leave --tokenizer_name out to have one trained."
@@ -86,7 +126,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    documents: Iterable[str], vocab_size: int, special_tokens: Mapping[str, str] = ENCODER_TOKENS
+) -> PreTrainedTokenizerFast:
     """
     Trains a byte-level BPE tokenizer, which knows every text (no unknown token is ever produced).
 
@@ -95,38 +137,48 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
             Training text.
         vocab_size (`int`):
             Entries, the 256 bytes and the special tokens included.
+        special_tokens (mapping of `str` to `str`, *optional*):
+            `ENCODER_TOKENS` (the default) or `DECODER_TOKENS`.
 
     Returns:
-        `PreTrainedTokenizerFast`: with tokens for padding, mask, and begin and end of a sequence.
+        `PreTrainedTokenizerFast`: an encoder's encloses a sequence in its class and separator tokens, a decoder's adds
+        nothing.
 
     Raises:
         RecipeError: if `vocab_size` does not hold the bytes and the special tokens.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    smallest = len(alphabet) + len(SPECIAL_TOKENS)
+    specials = list(dict.fromkeys(special_tokens.values()))
+    smallest = len(alphabet) + len(specials)
     if vocab_size < smallest:
         raise RecipeError(
-            f"vocab_size={vocab_size} is below {smallest}, the {len(alphabet)} bytes and {len(SPECIAL_TOKENS)} "
-            "special tokens of the trained tokenizer: raise it."
+            f"vocab_size={vocab_size} is below {smallest}, the {len(alphabet)} bytes and {len(specials)} special "
+            "tokens of the trained tokenizer: raise it."
         )
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    special_tokens = list(SPECIAL_TOKENS.values())
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=special_tokens, initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
     )
     backend.train_from_iterator(documents, trainer)
-    cls, sep = SPECIAL_TOKENS["cls_token"], SPECIAL_TOKENS["sep_token"]
-    backend.post_processor = processors.TemplateProcessing(
-        single=f"{cls} $A {sep}",
-        pair=f"{cls} $A {sep} $B:1 {sep}:1",
-        special_tokens=[(cls, special_tokens.index(cls)), (sep, special_tokens.index(sep))],
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL_TOKENS)
+    if "cls_token" in special_tokens:
+        cls, sep = special_tokens["cls_token"], special_tokens["sep_token"]
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{cls} $A {sep}",
+            pair=f"{cls} $A {sep} $B:1 {sep}:1",
+            special_tokens=[(cls, specials.index(cls)), (sep, specials.index(sep))],
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special_tokens)
 
 
-def trained_tokenizer(documents: datasets.Dataset, text_column: str, vocab_size: int) -> PreTrainedTokenizerBase:
+def trained_tokenizer(
+    documents: datasets.Dataset,
+    text_column: str,
+    vocab_size: int,
+    special_tokens: Mapping[str, str] = ENCODER_TOKENS,
+    character_spaced: bool = False,
+) -> PreTrainedTokenizerBase:
     """
     Trains a tokenizer on documents, or loads the one that was trained on them before.
 
@@ -137,6 +189,10 @@ def trained_tokenizer(documents: datasets.Dataset, text_column: str, vocab_size:
             Their column of text.
         vocab_size (`int`):
             See [`train_tokenizer`].
+        special_tokens (mapping of `str` to `str`, *optional*):
+            See [`train_tokenizer`].
+        character_spaced (`bool`, *optional*, defaults to `False`):
+            Whether it is trained on spaced characters.
 
     Returns:
         `PreTrainedTokenizerBase`: the tokenizer.
@@ -147,18 +203,19 @@ def trained_tokenizer(documents: datasets.Dataset, text_column: str, vocab_size:
 
     def texts() -> Iterator[str]:
         for batch in documents.select_columns([text_column]).iter(batch_size=1000):
-            yield from batch[text_column]
+            yield from map(space_characters, batch[text_column]) if character_spaced else batch[text_column]
 
     key: dict[str, Any] = {
         "documents": documents._fingerprint,
         "text_column": text_column,
         "vocab_size": vocab_size,
-        "special_tokens": SPECIAL_TOKENS,
+        "special_tokens": dict(special_tokens),
+        "character_spaced": character_spaced,
         "tokenizers": tokenizers.__version__,
     }
 
     def build(folder: Path) -> None:
-        train_tokenizer(texts(), vocab_size).save_pretrained(folder)
+        train_tokenizer(texts(), vocab_size, special_tokens).save_pretrained(folder)
 
     return AutoTokenizer.from_pretrained(cached_folder("tokenizer", key, build))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import datasets
 import pandas as pd
 import pytest
-from tokenization import train_tokenizer
+from tokenization import DECODER_TOKENS, train_tokenizer
 
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -51,6 +51,11 @@ def documents():
 @pytest.fixture(scope="session")
 def tokenizer(documents):
     return train_tokenizer(documents, 300)
+
+
+@pytest.fixture(scope="session")
+def decoder_tokenizer(documents):
+    return train_tokenizer(documents, 300, DECODER_TOKENS)
 
 
 @pytest.fixture(scope="session")

@@ -16,9 +16,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 import datasets
 import numpy as np
 import torch
-from masking import EVALUATION_MASK_SEED, MaskedDataset, MaskEpochCallback, TokenMasker
+from examples import BlockDataset, EpochCallback, next_token_example
+from masking import EVALUATION_MASK_SEED, TokenMasker
 from token_weighted import TokenWeightedTrainer
-from transformers import AutoModelForMaskedLM, BertConfig, ModernBertConfig, RobertaConfig, TrainingArguments, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    ModernBertConfig,
+    RobertaConfig,
+    TrainingArguments,
+    set_seed,
+)
 from transformers import default_data_collator as collator
 
 
@@ -41,6 +52,25 @@ CONFIGS = {
         **SIZES, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2, initializer_range=0.2
     ),
 }
+# As decoders: one whose loss Transformers shifts and normalises by the count, one with a loss of its own kind, and an
+# encoder's architecture.
+DECODERS = {
+    "llama": lambda: LlamaConfig(**SIZES, bos_token_id=1, eos_token_id=2, initializer_range=0.2),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        bos_token_id=1,
+        eos_token_id=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        initializer_range=0.2,
+    ),
+    "bert-decoder": lambda: BertConfig(**SIZES, **NO_DROPOUT, is_decoder=True, initializer_range=0.2),
+}
 
 
 class FakeTokenizer:
@@ -53,20 +83,38 @@ class FakeTokenizer:
 
 
 def masked(count, seed, data_seed):
+    return BlockDataset(_rows(count, data_seed), TokenMasker(FakeTokenizer(), 0.15, seed))
+
+
+def examples(model_type, count, seed, data_seed):
+    """What the model is trained on: masked tokens, or next tokens for a decoder."""
+    if model_type not in DECODERS:
+        return masked(count, seed, data_seed)
+    # Sequences of several lengths, as far as the loss goes: a step's batches then differ in what they predict.
+    return BlockDataset(_rows(count, data_seed), _next_tokens_of_some)
+
+
+def _rows(count, data_seed):
     rows = np.random.default_rng(data_seed).integers(5, VOCABULARY, size=(count, LENGTH))
-    return MaskedDataset(
-        datasets.Dataset.from_dict({"input_ids": rows.tolist()}), TokenMasker(FakeTokenizer(), 0.15, seed)
-    )
+    return datasets.Dataset.from_dict({"input_ids": rows.tolist()})
+
+
+def _next_tokens_of_some(input_ids, epoch, index):
+    example = next_token_example(input_ids, epoch, index)
+    example["labels"][2 + index % (LENGTH - 2) :] = -100
+    return example
 
 
 def build_model(model_type):
     set_seed(SEED)
+    if model_type in DECODERS:
+        return AutoModelForCausalLM.from_config(DECODERS[model_type]())
     return AutoModelForMaskedLM.from_config(CONFIGS[model_type]())
 
 
 def run(model_type, batch, accumulation, output_dir, eval_batch=4, steps=3, resume=None, **extra):
     """Trains; returns logged losses and gradient norms, held-out losses, processes, fingerprint of the batches."""
-    train, held_out = masked(32, SEED, 0), masked(13, EVALUATION_MASK_SEED, 1)
+    train, held_out = examples(model_type, 32, SEED, 0), examples(model_type, 13, EVALUATION_MASK_SEED, 1)
     arguments = TrainingArguments(
         output_dir=str(output_dir),
         per_device_train_batch_size=batch,
@@ -85,12 +133,13 @@ def run(model_type, batch, accumulation, output_dir, eval_batch=4, steps=3, resu
         disable_tqdm=True,
     )
     trainer = TokenWeightedTrainer(
+        offset=int(model_type in DECODERS),
         model=build_model(model_type),
         args=arguments,
         train_dataset=train,
         eval_dataset=held_out,
         data_collator=collator,
-        callbacks=[MaskEpochCallback(train)],
+        callbacks=[EpochCallback(train)],
     )
     trainer.train(resume_from_checkpoint=resume)
     trainer.batch_fingerprint.combine()

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from arguments import RecipeError
-from masking import MaskedDataset
+from examples import BlockDataset
 from transformers import AutoModelForMaskedLM, AutoTokenizer, TrainerCallback
 
 import hf_symqk
@@ -129,7 +129,7 @@ def test_plain_baseline_differs_in_keys_only(finished, text_files, tmp_path):
             Recorder.weights = {name: value.clone() for name, value in model.state_dict().items()}
 
     seen, starts = {}, {}
-    original_batch, original_init = MaskedDataset.__getitems__, mlm.TokenWeightedTrainer.__init__
+    original_batch, original_init = BlockDataset.__getitems__, mlm.TokenWeightedTrainer.__init__
 
     for scheme in ("symmetric", "none"):
         batches = seen[scheme] = []
@@ -143,7 +143,7 @@ def test_plain_baseline_differs_in_keys_only(finished, text_files, tmp_path):
             original_init(self, **{**kwargs, "callbacks": [*kwargs["callbacks"], Recorder()]})
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(MaskedDataset, "__getitems__", remember)
+            patch.setattr(BlockDataset, "__getitems__", remember)
             patch.setattr(mlm.TokenWeightedTrainer, "__init__", with_recorder)
             mlm.main(words(text_files["txt"], tmp_path / scheme, "--qk_init", scheme))
         starts[scheme] = Recorder.weights
@@ -208,7 +208,7 @@ def test_stream_and_its_resume(text_files, tmp_path, workers):
     [
         (("--block_size", "1024"), "block_size=1024 is above the 512 positions"),
         (("--block_size", "500", "--validation_split_percentage", "2"), "do not fill one block of 500 tokens"),
-        (("--model_type", "gpt2"), "not a masked-language-model encoder"),
+        (("--model_type", "gpt2"), "not a masked-language-model encoder.*clm.py trains it"),
         (("--config_overrides", "num_attention_heads=3"), "num_attention_heads=3"),
         (("--text_column", "body"), "no column 'body'"),
         (("--qk_init", "symetric"), "symetric"),

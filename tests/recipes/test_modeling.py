@@ -2,7 +2,7 @@ import json
 
 import pytest
 from arguments import ModelArguments, RecipeError
-from modeling import build_config, build_model, check_positions, parse_config_overrides
+from modeling import DECODER, ENCODER, build_config, build_model, check_positions, parse_config_overrides
 from transformers import AutoModelForMaskedLM, RobertaConfig
 
 import hf_symqk
@@ -11,8 +11,8 @@ import hf_symqk
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-def config(tokenizer, trained=True, **arguments):
-    return build_config(ModelArguments(**arguments), tokenizer, trained)
+def config(tokenizer, trained=True, kind=ENCODER, **arguments):
+    return build_config(ModelArguments(**arguments), tokenizer, trained, kind)
 
 
 def test_overrides_in_each_form():
@@ -62,7 +62,11 @@ def test_config_from_a_folder(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"model_type": "gpt2"}, r"'gpt2' is not a masked-language-model encoder\. .*bert.*roberta"),
+        (
+            {"model_type": "gpt2"},
+            r"'gpt2' is not a masked-language-model encoder\. .* clm.py trains it",
+        ),
+        ({"model_type": "vit"}, r"not a masked-language-model encoder\. .*bert.*roberta"),
         ({"model_type": "bart"}, "encoder-decoder"),
         ({"model_type": "bort"}, "no architecture 'bort'"),
         ({"model_type": "bert", "config_overrides": "is_decoder=true"}, "is_decoder=True"),
@@ -77,6 +81,38 @@ def test_configs_that_do_not_serve(tokenizer, arguments, message):
         config(tokenizer, **arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model_type": "modernbert"}, r"not a decoder .* It is a masked-language-model encoder: mlm.py trains it"),
+        ({"model_type": "bert"}, r"'bert' is an encoder: train it with mlm.py, or .* is_decoder=true"),
+        ({"model_type": "bart"}, "encoder-decoder"),
+        ({"model_type": "vit"}, r"not a decoder .* gpt2.*llama"),
+        ({"model_type": "xlm"}, r"'xlm' is an encoder: train it with mlm.py\.$"),
+        ({"model_type": "gpt2", "config_overrides": "n_embd=100"}, "hidden_size=100 .* num_attention_heads=12"),
+    ],
+)
+def test_configs_that_are_no_decoders(tokenizer, arguments, message):
+    with pytest.raises(RecipeError, match=message):
+        config(tokenizer, kind=DECODER, **arguments)
+
+
+def test_default_decoder(decoder_tokenizer):
+    made = config(decoder_tokenizer, kind=DECODER)
+    assert (made.model_type, made.num_hidden_layers, made.hidden_size) == ("llama", 4, 128)
+    assert (made.bos_token_id, made.eos_token_id, made.pad_token_id) == (0, 0, 1)
+    assert build_model(made, "symmetric", 64, DECODER).config.vocab_size == len(decoder_tokenizer)
+
+
+def test_decoder_that_reads_what_it_predicts_is_refused(tokenizer):
+    """Its loss would fall to 0 and mean nothing."""
+    bert = config(tokenizer, kind=DECODER, model_type="bert", config_overrides={**SMALL, "is_decoder": True})
+    build_model(bert, "symmetric", 64, DECODER)
+    bert.is_decoder = False
+    with pytest.raises(RecipeError, match="BertLMHeadModel reads the tokens that it is to predict"):
+        build_model(bert, "symmetric", 64, DECODER)
+
+
 def test_positions_of_roberta_count_from_behind_the_padding_id(tokenizer):
     made = RobertaConfig(vocab_size=300, pad_token_id=1, max_position_embeddings=66, **SMALL)
     model = AutoModelForMaskedLM.from_config(made)
@@ -87,27 +123,29 @@ def test_positions_of_roberta_count_from_behind_the_padding_id(tokenizer):
 
 def test_positions_of_bert(tokenizer):
     made = config(tokenizer, model_type="bert", config_overrides={**SMALL, "max_position_embeddings": 64})
-    build_model(made, None, 64)
+    build_model(made, None, 64, ENCODER)
     with pytest.raises(RecipeError, match="block_size=65 is above the 64 positions of bert"):
-        build_model(made, None, 65)
+        build_model(made, None, 65, ENCODER)
 
 
 def test_initialisation_is_passed_on_and_kept_in_the_config(tokenizer):
     made = config(tokenizer, config_overrides=SMALL)
-    plain = build_model(made, None, 64)
-    symmetric = build_model(config(tokenizer, config_overrides=SMALL), {"scheme": "symmetric", "layers": [1]}, 64)
+    plain = build_model(made, None, 64, ENCODER)
+    symmetric = build_model(
+        config(tokenizer, config_overrides=SMALL), {"scheme": "symmetric", "layers": [1]}, 64, ENCODER
+    )
     scores = [layer.symmetry for layer in hf_symqk.score_model(symmetric).layers]
     assert scores[1] == pytest.approx(1, abs=1e-5)
     assert abs(scores[0]) < 0.5
     assert max(abs(layer.symmetry) for layer in hf_symqk.score_model(plain).layers) < 0.5
     assert "qk_init" in symmetric.config.to_dict()
     with pytest.raises(RecipeError, match="qk_init='symetric'"):
-        build_model(made, "symetric", 64)
+        build_model(made, "symetric", 64, ENCODER)
 
 
 def test_argument_replaces_the_initialisation_that_a_config_carries(tokenizer, tmp_path, caplog):
-    made = build_model(config(tokenizer, config_overrides=SMALL), "symmetric", 64)
+    made = build_model(config(tokenizer, config_overrides=SMALL), "symmetric", 64, ENCODER)
     made.config.save_pretrained(tmp_path)
-    again = build_model(config(tokenizer, config_name=str(tmp_path)), None, 64)
+    again = build_model(config(tokenizer, config_name=str(tmp_path)), None, 64, ENCODER)
     assert max(abs(layer.symmetry) for layer in hf_symqk.score_model(again).layers) < 0.5
     assert "carries qk_init" in caplog.text

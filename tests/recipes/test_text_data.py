@@ -1,16 +1,7 @@
-import datasets
 import numpy as np
 import pytest
 from arguments import DataArguments, RecipeError
-from text_data import check_block_size, load_documents, pack, packed_dataset, tokenize
-
-
-def test_pack_keeps_every_token_in_order():
-    documents = [[10, 11, 12], [20], [30, 31, 32, 33, 34, 35, 36]]
-    blocks = list(pack(documents, 5, 1, 2))
-    # Stream with a 2 after each document: 10 11 12 | 2 20 2 | 30 31 32 | 33 34 35 | (36 2 dropped)
-    assert blocks == [[1, 10, 11, 12, 2], [1, 2, 20, 2, 2], [1, 30, 31, 32, 2], [1, 33, 34, 35, 2]]
-    assert list(pack(documents, 4, None, None)) == [[10, 11, 12, 20], [30, 31, 32, 33]]
+from text_data import load_documents
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "csv", "parquet"])
@@ -100,43 +91,3 @@ def test_one_document_cannot_be_split(tmp_path):
     file.write_text("only one line")
     with pytest.raises(RecipeError, match="1 document"):
         load_documents(DataArguments(train_file=str(file)))
-
-
-def test_packed_dataset_is_independent_of_workers_and_cached(documents, tokenizer, fresh_cache, monkeypatch):
-    data = datasets.Dataset.from_dict({"text": documents})
-    one = packed_dataset(data, "text", tokenizer, 32, name="one")
-    two = packed_dataset(data, "text", tokenizer, 32, num_workers=2, name="two")
-    expected = list(pack(tokenize(documents, tokenizer), 32, tokenizer.cls_token_id, tokenizer.sep_token_id))
-    assert one["input_ids"][:] == two["input_ids"][:] == expected
-    assert all(len(block) == 32 for block in expected)
-    monkeypatch.setattr("text_data.pack", None)
-    assert packed_dataset(data, "text", tokenizer, 32, name="one")["input_ids"][:] == expected
-
-
-def test_cache_follows_documents_tokenizer_and_block_size(documents, tokenizer, fresh_cache):
-    from tokenization import train_tokenizer
-
-    data = datasets.Dataset.from_dict({"text": documents})
-    other = train_tokenizer(documents, 280)
-    made = [
-        packed_dataset(data, "text", tokenizer, 32),
-        packed_dataset(data, "text", tokenizer, 16),
-        packed_dataset(data, "text", other, 32),
-        packed_dataset(datasets.Dataset.from_dict({"text": documents[1:]}), "text", tokenizer, 32),
-    ]
-    assert len({str(blocks["input_ids"][:]) for blocks in made}) == 4
-
-
-def test_block_that_nothing_fills(tokenizer, fresh_cache):
-    with pytest.raises(RecipeError, match="do not fill one block of 64 tokens"):
-        packed_dataset(datasets.Dataset.from_dict({"text": ["short"]}), "text", tokenizer, 64)
-
-
-def test_block_size_is_checked(tokenizer, tmp_path):
-    with pytest.raises(RecipeError, match="block_size=2 leaves no room"):
-        check_block_size(2, tokenizer)
-    check_block_size(3, tokenizer)
-    tokenizer.save_pretrained(tmp_path)
-    limited = type(tokenizer).from_pretrained(tmp_path, model_max_length=128)
-    with pytest.raises(RecipeError, match="block_size=129 is above the 128"):
-        check_block_size(129, limited)

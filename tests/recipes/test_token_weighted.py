@@ -8,36 +8,40 @@ from types import SimpleNamespace
 import pytest
 import torch
 from arguments import RecipeError
-from loss_run import SEED, build_model, masked, run
+from loss_run import CONFIGS, DECODERS, SEED, build_model, examples, masked, run
 from masking import EVALUATION_MASK_SEED
 from token_weighted import TokenMeanLoss, TokenWeightedTrainer
 from torch.nn import functional
 
 
-MODELS = ["bert", "roberta", "modernbert"]
+MODELS = [*CONFIGS, *DECODERS]
 
 
-def nats_and_tokens(model, data, epoch=0):
-    """Sum of -log p over the masked tokens, and their number, by hand: one sequence at a time, in float64."""
+def nats_and_tokens(model_type, data, epoch=0):
+    """Sum of -log p over the predicted tokens, and their number, by hand: one sequence at a time, in float64."""
+    model, before = build_model(model_type), int(model_type in DECODERS)
     model = model.double().eval()
     total, count = 0.0, 0
     for index in range(len(data)):
-        example = data.masker(data.blocks[index]["input_ids"], epoch, index)
+        example = data.make_example(data.blocks[index]["input_ids"], epoch, index)
         with torch.no_grad():
             logits = model(input_ids=example["input_ids"][None]).logits[0]
         for place, label in enumerate(example["labels"].tolist()):
             if label != -100:
-                total -= float(logits[place].log_softmax(-1)[label])
+                total -= float(logits[place - before].log_softmax(-1)[label])
                 count += 1
     return total, count
 
 
-def gradient_norm(model, data):
-    """Norm of the gradient of the mean over all masked tokens, in one batch."""
-    model = model.float().train()
-    rows = [data.masker(data.blocks[index]["input_ids"], 0, index) for index in range(len(data))]
+def gradient_norm(model_type, data):
+    """Norm of the gradient of the mean over all predicted tokens, in one batch."""
+    model = build_model(model_type).train()
+    rows = [data.make_example(data.blocks[index]["input_ids"], 0, index) for index in range(len(data))]
     inputs, labels = (torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))
-    functional.cross_entropy(model(input_ids=inputs).logits.flatten(0, 1), labels.flatten()).backward()
+    logits = model(input_ids=inputs).logits
+    if model_type in DECODERS:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return float(torch.stack([gradient.norm() for gradient in gradients]).norm())
 
@@ -64,12 +68,14 @@ def agree(result, reference):
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_one_batch_logs_the_mean_over_tokens(model_type, reference):
-    result, data = reference(model_type), masked(32, SEED, 0)
-    nats, tokens = nats_and_tokens(build_model(model_type), data)
+    result, data = reference(model_type), examples(model_type, 32, SEED, 0)
+    nats, tokens = nats_and_tokens(model_type, data)
     assert result["loss"][0] == pytest.approx(nats / tokens, rel=1e-4)
-    assert result["grad_norm"][0] == pytest.approx(gradient_norm(build_model(model_type), data), rel=1e-3)
+    assert result["grad_norm"][0] == pytest.approx(gradient_norm(model_type, data), rel=1e-3)
+    if model_type in DECODERS:
+        return
     # Epochs differ in their masks: else the steps after the first would not test them.
-    other, count = nats_and_tokens(build_model(model_type), data, epoch=1)
+    other, count = nats_and_tokens(model_type, data, epoch=1)
     assert other / count != pytest.approx(nats / tokens, rel=2e-3)
 
 
@@ -80,7 +86,7 @@ def test_accumulation_changes_nothing(model_type, reference, tmp_path):
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_held_out_loss_is_weighted_by_tokens(model_type, reference):
-    nats, tokens = nats_and_tokens(build_model(model_type), masked(13, EVALUATION_MASK_SEED, 1))
+    nats, tokens = nats_and_tokens(model_type, examples(model_type, 13, EVALUATION_MASK_SEED, 1))
     result = reference(model_type)
     assert result["eval_loss"][0] == pytest.approx(nats / tokens, rel=1e-5)
     assert result["eval_tokens"] == [tokens] * 4
@@ -120,6 +126,15 @@ def test_loss_function_by_hand():
         assert loss(outputs, labels).item() == pytest.approx(nats.item() / 3)
 
 
+def test_next_tokens_by_hand():
+    torch.manual_seed(0)
+    logits = torch.randn(2, 3, 5)
+    labels = torch.tensor([[-100, 1, 4], [-100, -100, 0]])
+    log_p = logits.log_softmax(-1)
+    nats = -(log_p[0, 0, 1] + log_p[0, 1, 4] + log_p[1, 1, 0])
+    assert TokenMeanLoss(offset=1)({"logits": logits}, labels).item() == pytest.approx(nats.item() / 3)
+
+
 def test_label_smoothing_is_that_of_the_trainer():
     from transformers.trainer_pt_utils import LabelSmoother
 
@@ -144,7 +159,7 @@ def test_several_gpus_in_one_process_are_refused():
 
 def test_held_out_set_without_masks(tmp_path):
     data = masked(3, 0, 0)
-    data.masker.probability = 0.0
+    data.make_example.probability = 0.0
     from transformers import TrainingArguments, default_data_collator
 
     trainer = TokenWeightedTrainer(
