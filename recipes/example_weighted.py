@@ -16,7 +16,7 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from arguments import RecipeError
+from arguments import RecipeError, check_one_gpu
 from examples import EpochCallback
 from fingerprints import FingerprintedTrainer
 from torch.nn import functional
@@ -199,11 +199,7 @@ class ExampleWeightedTrainer(FingerprintedTrainer):
 
     def __init__(self, **kwargs: Any) -> None:
         arguments = kwargs["args"]
-        if arguments.n_gpu > 1:
-            raise RecipeError(
-                f"one process sees {arguments.n_gpu} GPUs: start one process a GPU with `accelerate launch "
-                f"--multi_gpu --num_processes {arguments.n_gpu}`, or show it one GPU by CUDA_VISIBLE_DEVICES."
-            )
+        check_one_gpu(arguments)
         if arguments.train_sampling_strategy != "random":
             raise RecipeError(
                 f"train_sampling_strategy={arguments.train_sampling_strategy!r}: the recipe's order is random, leave "

@@ -18,9 +18,9 @@ import datasets
 from arguments import ModelArguments, RecipeError, TokenizerArguments
 from evaluation_metrics import HeldOutMetrics, class_metrics, number_metrics, task_metrics
 from example_weighted import ExampleWeightedTrainer, KeyedExamples
-from labelled_data import ExampleStream, LabelArguments, LabelledData, baseline, check_stream, label_splits
+from labelled_data import ExampleStream, LabelArguments, LabelledData, baseline, label_splits
 from modeling import ENCODER, build_config
-from running import Run, recipe_defaults, run_script, start_run
+from running import Run, check_stream, recipe_defaults, run_script, start_run
 from sequence_data import (
     TASKS,
     SequenceArguments,
@@ -50,7 +50,7 @@ from transformers import (
 __all__ = ["DEFAULTS", "FinetuneModelArguments", "main"]
 
 # Chosen with the default encoder, whose weights are fresh, and the built-in passages.
-DEFAULTS = recipe_defaults("out/finetune", max_steps=400, learning_rate=1e-3, logging_steps=25, eval_steps=100)
+DEFAULTS = recipe_defaults("out/finetune", max_steps=300, learning_rate=5e-4, logging_steps=25, eval_steps=100)
 STREAM_TOKENIZER_EXAMPLES = 10_000
 
 

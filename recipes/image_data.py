@@ -17,6 +17,7 @@ import torch
 from arguments import RecipeError, SourceArguments
 from labelled_data import LabelArguments
 from PIL import Image
+from text_data import load_splits
 from transformers import ViTImageProcessorPil
 
 
@@ -116,32 +117,28 @@ def load_images(arguments: ImageArguments, labels: LabelArguments) -> dict[str, 
     """
     if arguments.dataset_name is None and arguments.train_dir is None:
         return {"train": digits()}
-    try:
-        if arguments.dataset_name is not None:
-            loaded = datasets.load_dataset(
-                arguments.dataset_name, arguments.dataset_config_name, streaming=arguments.streaming
-            )
-            return dict(loaded)
-        folders = {"train": arguments.train_dir, labels.validation_split: arguments.validation_dir}
-        return {
-            split: _load_folder("train_dir" if split == "train" else "validation_dir", folder, arguments.streaming)
-            for split, folder in folders.items()
-            if folder is not None
-        }
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        if isinstance(error, RecipeError):
-            raise
-        raise RecipeError(f"{image_source(arguments)} cannot be loaded: {error}") from error
+    if arguments.dataset_name is not None:
+        return load_splits(arguments)
+    folders = {"train": arguments.train_dir, labels.validation_split: arguments.validation_dir}
+    return {
+        split: _load_folder("train_dir" if split == "train" else "validation_dir", folder, arguments.streaming)
+        for split, folder in folders.items()
+        if folder is not None
+    }
 
 
 def _load_folder(argument: str, folder: str, streaming: bool) -> Any:
     if not Path(folder).is_dir():
         raise RecipeError(f"{argument}={folder!r} is not a folder.")
-    # By files and not by folder: folders inside that are called train or test are classes here, not splits.
-    part = datasets.load_dataset(
-        "imagefolder", data_files=f"{folder}/*/**", split="train", streaming=streaming, drop_labels=False
-    )
-    return part
+    try:
+        # By files and not by folder: folders inside that are called train or test are classes here, not splits.
+        return datasets.load_dataset(
+            "imagefolder", data_files=f"{folder}/*/**", split="train", streaming=streaming, drop_labels=False
+        )
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise RecipeError(
+            f"{argument}={folder!r} has no folders of images, one for each class, that can be loaded: {error}"
+        ) from error
 
 
 class ImageEncoder:

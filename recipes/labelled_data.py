@@ -18,10 +18,9 @@ import torch
 from arguments import RecipeError, SourceArguments
 from example_weighted import IGNORED, Encoder
 from text_data import SPLIT_SEED
-from transformers import TrainingArguments
 
 
-__all__ = ["ExampleStream", "LabelArguments", "LabelledData", "baseline", "check_stream", "label_splits"]
+__all__ = ["ExampleStream", "LabelArguments", "LabelledData", "baseline", "label_splits"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,28 +61,6 @@ class LabelledData:
     held_out: datasets.Dataset | None
     # Names of the classes in the order of their numbers; `None` where numbers are predicted.
     classes: list[str] | None
-
-
-def check_stream(training_arguments: TrainingArguments, source: SourceArguments) -> None:
-    """
-    Checks what a stream needs before any of it is read.
-
-    Args:
-        training_arguments (`TrainingArguments`):
-            The run.
-        source (`SourceArguments`):
-            Its data.
-
-    Raises:
-        RecipeError: for a stream without `max_steps` or with several readers.
-    """
-    if source.streaming and training_arguments.do_train and training_arguments.max_steps <= 0:
-        raise RecipeError("streaming needs --max_steps: the length of a stream is not known.")
-    if source.streaming and training_arguments.dataloader_num_workers > 1:
-        raise RecipeError(
-            f"dataloader_num_workers={training_arguments.dataloader_num_workers}: a stream has one reader, choose 0 "
-            "or 1."
-        )
 
 
 def label_splits(

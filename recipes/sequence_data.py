@@ -81,7 +81,7 @@ class SequenceArguments(FileArguments):
     )
     max_length: int = dataclasses.field(
         default=128,
-        metadata={"help": "Tokens of an example; longer ones are cut. Batches are padded to their longest."},
+        metadata={"help": "Tokens of an example; longer ones are cut, batches padded to their longest."},
     )
 
     def __post_init__(self) -> None:
@@ -92,9 +92,7 @@ class SequenceArguments(FileArguments):
             self.text_column = TASKS[self.task_name].text_column
             self.text_pair_column = self.text_pair_column or TASKS[self.task_name].text_pair_column
         if self.streaming and self.builtin:
-            raise RecipeError(
-                "streaming reads task_name, dataset_name or train_file: the built-in text is not streamed."
-            )
+            raise RecipeError("streaming reads a task, dataset_name or train_file: the built-in text is not streamed.")
         if self.builtin and (self.text_column != "text" or self.text_pair_column is not None):
             raise RecipeError(
                 f"text_column={self.text_column!r} and text_pair_column={self.text_pair_column!r}: the built-in "

@@ -90,8 +90,8 @@ def load_pretrained_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token is None:
             raise RecipeError(
-                f"the tokenizer of {name!r} has neither a token for padding nor one for the end of text: set pad_token "
-                "in its tokenizer_config.json."
+                f"the tokenizer of {name!r} has neither a token for padding nor one for the end of text: set "
+                "pad_token in its tokenizer_config.json."
             )
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

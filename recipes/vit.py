@@ -17,8 +17,8 @@ from evaluation_metrics import HeldOutMetrics
 from example_weighted import ExampleWeightedTrainer, KeyedExamples
 from image_data import ImageArguments, ImageEncoder, image_processor, image_source, load_images
 from image_modeling import build_image_config, build_image_model, image_sides
-from labelled_data import ExampleStream, LabelArguments, baseline, check_stream, label_splits
-from running import recipe_defaults, run_script, start_run
+from labelled_data import ExampleStream, LabelArguments, baseline, label_splits
+from running import check_stream, recipe_defaults, run_script, start_run
 from transformers import TrainingArguments, default_data_collator
 
 
@@ -90,8 +90,8 @@ def main(argv: Sequence[str] | None = None) -> ExampleWeightedTrainer:
     train_size = f"{len(train):,}" if isinstance(train, KeyedExamples) else "a stream of"
     held_out_size = f"{len(held_out):,}" if held_out is not None else "no"
     run.announce(
-        f"images: {train_size} training and {held_out_size} held-out images of {height} by {width} pixels, {channels} channel(s), "
-        f"{len(classes)} classes"
+        f"images: {train_size} training and {held_out_size} held-out images of {height} by {width} pixels in "
+        f"{channels} channel(s), {len(classes)} classes"
     )
 
     trainer = ExampleWeightedTrainer(
