@@ -50,7 +50,7 @@ from transformers import (
 __all__ = ["DEFAULTS", "FinetuneModelArguments", "main"]
 
 # Chosen with the default encoder, whose weights are fresh, and the built-in passages.
-DEFAULTS = recipe_defaults("out/finetune", max_steps=300, learning_rate=5e-4, logging_steps=25, eval_steps=100)
+DEFAULTS = recipe_defaults("out/finetune", max_steps=200, learning_rate=1e-3, logging_steps=25, eval_steps=100)
 STREAM_TOKENIZER_EXAMPLES = 10_000
 
 

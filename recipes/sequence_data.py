@@ -52,7 +52,7 @@ TASKS = {
     "wnli": Task("sentence1", "sentence2"),
 }
 # Passages of the built-in text: characters of one, and how many of each class are taken.
-SHORTEST, LONGEST = 60, 400
+SHORTEST, LONGEST = 40, 160
 PASSAGES = {"train": 2_000, "validation": 300}
 HELD_OUT_DOCUMENTS = 0.15
 

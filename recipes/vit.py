@@ -27,12 +27,12 @@ __all__ = ["DEFAULTS", "main"]
 # Chosen with the default model and the digits.
 DEFAULTS = recipe_defaults(
     "out/vit",
-    max_steps=1500,
+    max_steps=800,
     per_device_train_batch_size=64,
     per_device_eval_batch_size=128,
-    learning_rate=1e-3,
+    learning_rate=2e-3,
     logging_steps=100,
-    eval_steps=250,
+    eval_steps=200,
 )
 
 
