@@ -133,7 +133,7 @@ def test_folders_that_do_not_serve(folders, tmp_path):
     for name in ("cat", "fox"):
         (other / name).mkdir(parents=True)
         Image.new("RGB", (4, 4)).save(other / name / "0.png")
-    with pytest.raises(RecipeError, match="held-out part .* the label 'fox' .* none of the 3 classes cat, dog, test"):
+    with pytest.raises(RecipeError, match=r"held-out part .* the label 'fox' .* none of the 3 classes cat, dog, test"):
         load(train_dir=str(folders / "train"), validation_dir=str(other))
 
 
