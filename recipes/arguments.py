@@ -34,6 +34,18 @@ __all__ = [
 ]
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
+# Names the files that a file of arguments builds on.
+EXTENDS = "extends"
+# Mappings of which a later file changes entries; any other value it replaces as a whole.
+JOINED = ("config_overrides",)
+# What the command line names replaces what a file says of the same thing in other words.
+REPLACES = {
+    "train_file": ["validation_file", "dataset_name", "dataset_config_name"],
+    "dataset_name": ["train_file", "validation_file", "dataset_config_name"],
+    "model_type": ["config_name", "config_overrides"],
+    "config_name": ["model_type", "config_overrides"],
+    "num_train_epochs": ["max_steps"],
+}
 
 
 class RecipeError(ValueError):
@@ -125,7 +137,8 @@ class FileArguments(SourceArguments):
     """The same, or files of one's own."""
 
     train_file: str | None = dataclasses.field(
-        default=None, metadata={"help": "Training data: .txt, .json, .jsonl, .csv or .parquet."}
+        default=None,
+        metadata={"help": "Training data: .txt, .json, .jsonl, .csv, .parquet, or a .zip that holds one."},
     )
     validation_file: str | None = dataclasses.field(
         default=None, metadata={"help": "Held-out data, of the same kind as train_file."}
@@ -277,7 +290,10 @@ def parse_arguments(
 ) -> ParsedArguments:
     """
     Reads the arguments of a recipe from one YAML or JSON file, from the command line, or from both (the command line
-    wins).
+    wins: `--train_file` also over a `dataset_name` of the file, `--model_type` also over its `config_overrides`).
+
+    A file may build on others: `extends: [parts/base.yaml, parts/data.yaml]`, paths beside it. A later one wins over
+    an earlier one and the file itself over all of them; the entries of their `config_overrides` are joined.
 
     Args:
         dataclass_types (sequence of `type`):
@@ -304,7 +320,10 @@ def parse_arguments(
         from_file = _read_file(Path(words.pop(0)))
         _check_file(from_file, dataclass_types)
 
-    given = set(from_file) | _given_on_command_line(dataclass_types, words)
+    on_command_line = _given_on_command_line(dataclass_types, words)
+    replaced = {other for name in on_command_line for other in REPLACES.get(name, ())}
+    from_file = {name: value for name, value in from_file.items() if name not in replaced}
+    given = set(from_file) | on_command_line
     used = {name: value for name, value in defaults.items() if name not in given}
     for name, others in (unless_given or {}).items():
         if given & set(others):
@@ -328,9 +347,15 @@ def _parser(dataclass_types: Sequence[Any], add_help: bool = True) -> HfArgument
     return HfArgumentParser(list(dataclass_types), allow_abbrev=False, add_help=add_help)
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def _read_file(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
+    path = path.resolve() if extended_by else path
     if not path.is_file():
-        raise RecipeError(f"argument file {str(path)!r} does not exist (working folder: {os.getcwd()!r}).")
+        by = f", which {str(extended_by[-1])!r} extends," if extended_by else ""
+        raise RecipeError(f"argument file {str(path)!r}{by} does not exist (working folder: {os.getcwd()!r}).")
+    if path.resolve() in [other.resolve() for other in extended_by]:
+        raise RecipeError(
+            f"argument file {str(path)!r} extends itself: {' -> '.join(map(str, [*extended_by, path]))}."
+        )
     text = path.read_text(encoding="utf-8")
     try:
         content = json.loads(text) if path.suffix.lower() == ".json" else yaml.safe_load(text)
@@ -340,7 +365,16 @@ def _read_file(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise RecipeError(f"argument file {str(path)!r} holds a {type(content).__name__}, not a mapping of arguments.")
-    return content
+    bases = content.pop(EXTENDS, [])
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise RecipeError(f"argument file {str(path)!r}: {EXTENDS} must be a path or a list of paths, not {bases!r}.")
+    joined: dict[str, Any] = {}
+    for part in [*(_read_file(path.parent / base, (*extended_by, path)) for base in bases), content]:
+        for name, value in part.items():
+            both = name in JOINED and isinstance(joined.get(name), dict) and isinstance(value, dict)
+            joined[name] = {**joined[name], **value} if both else value
+    return joined
 
 
 def _check_file(content: Mapping[str, Any], dataclass_types: Sequence[type]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+from archives import extract_member
 from arguments import DataArguments, FileArguments, RecipeError, SourceArguments
 from builtin_text import builtin_documents
 
@@ -24,6 +25,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 FILE_KINDS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+ARCHIVE = ".zip"
 # Which documents are held out must not vary with the seed of a run: losses of two runs are compared on them.
 SPLIT_SEED = 20_000
 
@@ -136,18 +138,9 @@ def load_parts(arguments: FileArguments, sample_by: str = "line") -> dict[str, A
     files = {"train": arguments.train_file}
     if arguments.validation_file is not None:
         files["validation"] = arguments.validation_file
-    kinds = {split: _file_kind(split, path) for split, path in files.items()}
-    parts: dict[str, Any] = {}
     for split, path in files.items():
-        extra = {"sample_by": sample_by} if kinds[split] == "text" else {}
-        try:
-            parts[split] = datasets.load_dataset(
-                kinds[split], data_files={split: path}, split=split, streaming=arguments.streaming, **extra
-            )
-        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-            cause = error.__cause__ or error
-            raise RecipeError(f"{path!r} cannot be read as {kinds[split]}: {cause}") from error
-    return parts
+        _check_file(split, path)
+    return {split: _load_file(split, path, sample_by, arguments.streaming) for split, path in files.items()}
 
 
 def check_column(
@@ -176,16 +169,25 @@ def check_column(
         raise RecipeError(f"column {column!r} of {what} holds {dtype}, not text: name another by --text_column.")
 
 
-def _file_kind(split: str, path: str) -> str:
+def _check_file(split: str, path: str) -> None:
     name = "train_file" if split == "train" else "validation_file"
-    file = Path(path)
-    if file.suffix.lower() not in FILE_KINDS:
-        raise RecipeError(f"{name}={path!r}: the suffix must be one of {', '.join(FILE_KINDS)}.")
+    file, known = Path(path), [*FILE_KINDS, ARCHIVE]
+    if file.suffix.lower() not in known:
+        raise RecipeError(f"{name}={path!r}: the suffix must be one of {', '.join(known)}.")
     if not file.is_file():
         raise RecipeError(f"{name}={path!r} does not exist.")
     if file.stat().st_size == 0:
         raise RecipeError(f"{name}={path!r} is empty: give a file with text.")
-    return FILE_KINDS[file.suffix.lower()]
+
+
+def _load_file(split: str, path: str, sample_by: str, streaming: bool) -> Any:
+    file = extract_member(path, split, FILE_KINDS) if path.lower().endswith(ARCHIVE) else path
+    kind = FILE_KINDS[Path(file).suffix.lower()]
+    extra = {"sample_by": sample_by} if kind == "text" else {}
+    try:
+        return datasets.load_dataset(kind, data_files={split: file}, split=split, streaming=streaming, **extra)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise RecipeError(f"{path!r} cannot be read as {kind}: {error.__cause__ or error}") from error
 
 
 def _has_text(text: str | None) -> bool:

@@ -131,3 +131,44 @@ def test_help_shows_the_defaults_of_the_recipe(capsys):
     shown = capsys.readouterr().out
     assert "0.00271" in shown
     assert "80 % are masked" in " ".join(shown.split())
+
+
+def test_file_builds_on_others(tmp_path):
+    """Later files win over earlier ones, the file itself over all, and changes to the config are joined."""
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "base.yaml").write_text("block_size: 32\nmax_steps: 5\nconfig_overrides: {hidden_size: 8}\n")
+    (tmp_path / "parts" / "more.json").write_text('{"extends": "base.yaml", "max_steps": 6}')
+    (tmp_path / "parts" / "kind.yaml").write_text(
+        "config_overrides: {is_decoder: true}\nqk_init: {scheme: symmetric}\n"
+    )
+    file = tmp_path / "run.yaml"
+    file.write_text("extends: [parts/more.json, parts/kind.yaml]\nqk_init: {layers: [0]}\n")
+    model, data, _, training, _ = parse(str(file))
+    assert (data.block_size, training.max_steps) == (32, 6)
+    assert model.config_overrides == {"hidden_size": 8, "is_decoder": True}
+    assert model.qk_init == {"layers": [0]}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("extends: none.yaml\n", r"none\.yaml'.*run\.yaml' extends, does not exist"),
+        ("extends: run.yaml\n", "extends itself"),
+        ("extends: {a: 1}\n", "must be a path or a list of paths"),
+    ],
+)
+def test_file_that_builds_on_nothing(tmp_path, content, message):
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    with pytest.raises(RecipeError, match=message):
+        parse(str(file))
+
+
+def test_command_line_replaces_what_the_file_says_in_other_words(tmp_path):
+    """A preset that names a data set also runs on a file: the command line wins, as in everything."""
+    file = tmp_path / "run.yaml"
+    file.write_text("dataset_name: a\ndataset_config_name: b\nconfig_overrides: {is_decoder: true}\nmax_steps: 3\n")
+    _, data, *_ = parse(str(file), "--train_file", "c.txt")
+    assert (data.dataset_name, data.dataset_config_name, data.train_file) == (None, None, "c.txt")
+    model, _, _, training, _ = parse(str(file), "--model_type", "gpt2", "--num_train_epochs", "2")
+    assert (model.config_overrides, training.max_steps) == (None, -1)
