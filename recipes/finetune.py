@@ -46,6 +46,8 @@ from transformers import (
     TrainingArguments,
 )
 
+import hf_symqk
+
 
 __all__ = ["DEFAULTS", "FinetuneModelArguments", "main"]
 
@@ -212,6 +214,8 @@ def _build(run: Run, config: PreTrainedConfig) -> tuple[PreTrainedModel, str | N
 
     # What a pretrained model carries is how its Q and K were initialised before its pretraining.
     carried = getattr(config, "qk_init", None)
+    if carried is not None:
+        carried = hf_symqk.SymmetricInit.from_value(carried).to_dict()
     model = run.build(model_arguments.qk_init if pretrained is None else carried, make)
     return model, heads[0]
 

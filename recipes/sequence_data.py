@@ -75,7 +75,9 @@ class SequenceArguments(FileArguments):
             f"names the data, reads {GLUE} from the Hub."
         },
     )
-    text_column: str = dataclasses.field(default="text", metadata={"help": "Column that holds the text."})
+    text_column: str | None = dataclasses.field(
+        default=None, metadata={"help": "Column that holds the text: the task's, or text, unless given."}
+    )
     text_pair_column: str | None = dataclasses.field(
         default=None, metadata={"help": "Column of a second text, where each example is a pair."}
     )
@@ -88,9 +90,11 @@ class SequenceArguments(FileArguments):
         super().__post_init__()
         if self.task_name is not None and self.task_name not in TASKS:
             raise RecipeError(f"task_name={self.task_name!r}: choose one of {', '.join(TASKS)}.")
-        if self.task_name is not None and self.text_column == "text":
-            self.text_column = TASKS[self.task_name].text_column
-            self.text_pair_column = self.text_pair_column or TASKS[self.task_name].text_pair_column
+        if self.text_column is None:
+            task = TASKS.get(self.task_name or "")
+            self.text_column = "text" if task is None else task.text_column
+            if self.text_pair_column is None and task is not None:
+                self.text_pair_column = task.text_pair_column
         if self.streaming and self.builtin:
             raise RecipeError("streaming reads a task, dataset_name or train_file: the built-in text is not streamed.")
         if self.builtin and (self.text_column != "text" or self.text_pair_column is not None):
@@ -162,15 +166,21 @@ def builtin_passages() -> dict[str, datasets.Dataset]:
     found: dict[str, dict[str, list[str]]] = {split: {kind: [] for kind in kinds} for split in PASSAGES}
     documents = builtin_documents()
     drawn = np.random.default_rng(SPLIT_SEED).random(len(documents))
-    for document, number in zip(documents, drawn, strict=True):
-        split = "validation" if number < HELD_OUT_DOCUMENTS else "train"
-        found[split][document["name"].split(":")[0]].extend(_passages(document["text"]))
+    held_out = (drawn < HELD_OUT_DOCUMENTS).tolist()
+    # Some topics share passages: held-out ones come first, and a passage is taken once.
+    seen: set[str] = set()
+    for split, wanted in (("validation", True), ("train", False)):
+        for document, is_held_out in zip(documents, held_out, strict=True):
+            if is_held_out == wanted:
+                passages = [passage for passage in _passages(document["text"]) if passage not in seen]
+                seen.update(passages)
+                found[split][document["name"].split(":")[0]].extend(passages)
     features = datasets.Features(
         {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=list(kinds.values()))}
     )
     splits = {}
-    for split, wanted in PASSAGES.items():
-        number = min(wanted, *(len(texts) for texts in found[split].values()))
+    for split, most in PASSAGES.items():
+        number = min(most, *(len(texts) for texts in found[split].values()))
         content: dict[str, list[Any]] = {"text": [], "label": []}
         for kind, texts in found[split].items():
             order = np.random.default_rng(SPLIT_SEED).permutation(len(texts))[:number]
@@ -181,8 +191,7 @@ def builtin_passages() -> dict[str, datasets.Dataset]:
 
 
 def _passages(text: str) -> Iterable[str]:
-    for passage in dict.fromkeys(text.split("\n\n")):
-        words = " ".join(passage.split())
+    for words in dict.fromkeys(" ".join(passage.split()) for passage in text.split("\n\n")):
         # Without letters it is a line of a table; without spaces, a name.
         if SHORTEST <= len(words) <= LONGEST and " " in words and any(letter.isalpha() for letter in words):
             yield words
