@@ -57,7 +57,8 @@ class QKScoreCallback(TrainerCallback):
         gamma (`float`, *optional*, defaults to 2.0):
             γ of the directionality score.
         attention (`str`, *optional*, defaults to `"self"`):
-            `"self"`, `"cross"` or `"all"`.
+            `"self"`, `"cross"` or `"all"`; or self-attention of one side or direction alone: `"encoder"`, `"decoder"`,
+            `"bidirectional"` or `"causal"`.
         prefix (`str`, *optional*, defaults to `"qk"`):
             First part of the logged names.
         strict (`bool`, *optional*, defaults to `False`):

@@ -23,10 +23,12 @@ from .attention import (
     HeadTensors,
     LayerChoice,
     Part,
+    UnknownAttentionError,
     describe_left_out,
     outermost_model,
     select_layers,
     survey_attention,
+    warn_of_unverified,
 )
 
 
@@ -89,7 +91,8 @@ class SymmetricInit:
             Indices of the layers to initialise, counted within each stack (`"encoder"`, `"text_model"`, …): a sequence
             for every stack, or a mapping from stack names. All layers by default.
         attention (`str`, *optional*, defaults to `"self"`):
-            `"self"`, `"cross"` or `"all"`. Cross-attention reads two different streams.
+            `"self"`, `"cross"` or `"all"`; or self-attention of one side or direction alone: `"encoder"`, `"decoder"`,
+            `"bidirectional"` or `"causal"`. Cross-attention reads two different streams.
         distribution (`str`, *optional*):
             Redraws Q, K, V and their biases (which then differ between Q and K) before the scheme acts.
             `"kaiming_uniform"` is PyTorch's default for linear layers, ±1/√D, which the published training script used
@@ -227,7 +230,14 @@ def apply_qk_init(model: nn.Module, qk_init: "str | Mapping[str, Any] | Symmetri
     ```
     """
     init = SymmetricInit.from_value(qk_init)
-    write_init(choose_layers(survey_attention(model), init), init)
+    try:
+        survey = survey_attention(model)
+    except UnknownAttentionError as error:
+        raise UnknownAttentionError(
+            f"{error} A layout that is not known can be scored (`score_model(model, probe=True)`), but not "
+            "initialised: an init has to know where to write."
+        ) from None
+    write_init(choose_layers(survey, init), init)
     if (whole := outermost_model(model)) is not None:
         whole.config.qk_init = init.to_dict()  # plain values, which a config can hold with and without the plugin
     return model
@@ -304,6 +314,7 @@ def write_init(layers: Iterable[AttentionLayer], init: SymmetricInit) -> None:
     require_servable(layers, init)
     if not init.changes_weights:
         return
+    warn_of_unverified(layers)
     scheme = _SCHEMES[init.scheme]
     # What is redrawn is drawn alike; the model's own draw may not be.
     ratios = [_scale_ratio(layer) if init.distribution is None else 1.0 for layer in layers]

@@ -26,7 +26,16 @@ class LayerScores:
         name (`str`): Dotted path of the attention module.
         stack (`str`), index (`int`): Stack (empty if the model has one) and position of the layer in it.
         kind (`str`): `"self"` or `"cross"`.
-        layout (`str`): Entry of the layout table that it matched.
+        role (`str` or `None`): `"encoder"` or `"decoder"`, its side of the model; `None` where neither path nor config
+            says.
+        causal (`bool` or `None`): Whether no token sees a later one. `None` for cross-attention, whose two streams
+            have no common order, where neither path nor config says, and where the inputs decide (prefix language
+            models).
+        key_source (`str`): Name of the layer whose keys this one reads (W_k is then that layer's); empty if it makes
+            its own.
+        layout (`str`): Entry of the layout table that it matched; `"probed (interface)"`, `"probed (sdpa)"` or
+            `"probed (matmul)"` where none did and W_q and W_k were caught there in the forward pass (see
+            [`score_model`]); they then hold what the forward multiplies queries or keys by.
         num_heads (`int`), num_key_value_heads (`int`), head_dim (`int`): Head counts H and G, head width E.
         symmetry (`float`): Symmetry score of the layer form `Σ_h W_q^h W_k^g(h)ᵀ`, in [−1, 1] (1 symmetric).
         directionality (`float`): Directionality score of the layer form, in [−1, 1] (negative: columns dominate).
@@ -37,6 +46,9 @@ class LayerScores:
         symmetry_null, directionality_null (`tuple[float, float]`): Range in which 95 % of layers with independent
             Gaussian W_q, W_k of the same shape (and, for directionality, the same row norms of W_q and W_k) score;
             empty if it was not asked for, or there is no score.
+        verified (`bool`): Whether a forward pass has proven that W_q and W_k are read rightly: that of Transformers'
+            own model of this type, or of the model itself where it was probed. `False` also where nobody says, as in
+            files older than this field.
     """
 
     name: str
@@ -55,6 +67,10 @@ class LayerScores:
     head_frobenius_norm: tuple[float, ...] = ()
     symmetry_null: tuple[float, ...] = ()
     directionality_null: tuple[float, ...] = ()
+    role: str | None = None
+    causal: bool | None = None
+    key_source: str = ""
+    verified: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,6 +108,11 @@ class QKScores:
     def undefined(self) -> list[str]:
         """Names of the layers that score NaN, because a weight is not finite or could not be read."""
         return [layer.name for layer in self.layers if math.isnan(layer.frobenius_norm)]
+
+    @property
+    def unverified(self) -> list[str]:
+        """Names of the layers whose W_q and W_k no forward pass has proven to be read rightly."""
+        return [layer.name for layer in self.layers if not layer.verified]
 
     def summary(self, stack: str | None = None) -> dict[str, dict[str, float]]:
         """
@@ -159,8 +180,8 @@ class QKScores:
 
         Returns:
             `pandas.DataFrame`: Columns `stack`, `layer`, (`head`,) `symmetry`, `directionality`, `frobenius_norm`,
-            `kind`, `num_heads`, `num_key_value_heads`, `head_dim`, `layout`, `name`; no rows per head if heads were
-            not scored.
+            `kind`, `role`, `causal`, `num_heads`, `num_key_value_heads`, `head_dim`, `layout`, `verified`, `name`,
+            `key_source`; no rows per head if heads were not scored.
         """
         rows = []
         for layer in self.layers:
@@ -217,10 +238,15 @@ class QKScores:
 
     def __str__(self) -> str:
         table = self.to_pandas()[["stack", "layer", *METRICS, "num_heads", "num_key_value_heads"]]
+        if self.unverified:
+            table[""] = ["" if layer.verified else "unverified" for layer in self.layers]
         return table.to_string(index=False, float_format=lambda value: f"{value:.4f}")
 
 
-_ABOUT = ("kind", "num_heads", "num_key_value_heads", "head_dim", "layout", "name")
+_ABOUT = (
+    *("kind", "role", "causal", "num_heads", "num_key_value_heads", "head_dim", "layout", "verified", "name"),
+    "key_source",
+)
 
 
 def _without_nan(value: Any) -> Any:

@@ -7,7 +7,7 @@ Shape legend: `D` model width, `H` query heads, `G` key/value heads, `r = H / G`
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
@@ -24,14 +24,18 @@ from transformers.models.auto.modeling_auto import (
 
 from .attention import (
     AttentionKind,
+    AttentionLayer,
     HeadShape,
     LayerChoice,
     PlacedLayer,
-    QKLayout,
+    ProbedLayer,
+    UnknownAttentionError,
+    describe_unverified,
     full_shape,
     outermost_model,
     select_layers,
     survey_attention,
+    survey_by_probing,
     warn_of_left_out,
 )
 from .bilinear import BilinearForm
@@ -50,7 +54,15 @@ __all__ = [
     "undefined_layers",
 ]
 
+_PROBE_IT = "Or let `score_model(model, probe=True)` find W_q and W_k by running the model."
 _GENERATING = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
+class NamedLayout(Protocol):
+    """Where W_q and W_k of a layer were found."""
+
+    @property
+    def name(self) -> str: ...
 
 
 class ScorableLayer(PlacedLayer, Protocol):
@@ -59,11 +71,13 @@ class ScorableLayer(PlacedLayer, Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def layout(self) -> QKLayout: ...
+    def layout(self) -> NamedLayout: ...
     @property
     def heads(self) -> HeadShape: ...
     @property
     def read_once(self) -> bool: ...
+    @property
+    def verified(self) -> bool: ...
 
     def query_key_weights(self) -> AbstractContextManager[tuple[Tensor, Tensor]]: ...
 
@@ -115,6 +129,8 @@ def score_model(
     heads: bool = True,
     gamma: float = 2.0,
     null_band: bool = True,
+    probe: bool = False,
+    inputs: Mapping[str, Any] | None = None,
 ) -> QKScores:
     """
     Scores W_qk of every attention layer of a live model, on the model's device. The model is only read: neither its
@@ -127,25 +143,36 @@ def score_model(
 
     Args:
         model (`torch.nn.Module`):
-            Any model whose attention the layout table knows.
+            Any model whose attention the layout table knows; with `probe=True`, any model that runs.
         layers (`Sequence[int]` or `Mapping[str, Sequence[int]]`, *optional*):
             Indices of the layers to score, for every stack or per stack name; all by default.
         attention (`str`, *optional*, defaults to `"self"`):
-            `"self"`, `"cross"` or `"all"`.
+            `"self"`, `"cross"` or `"all"`; or self-attention of one side or direction alone: `"encoder"`, `"decoder"`,
+            `"bidirectional"` or `"causal"`.
         heads (`bool`, *optional*, defaults to `True`):
             Whether each head is scored too.
         gamma (`float`, *optional*, defaults to 2.0):
             γ of the directionality score.
         null_band (`bool`, *optional*, defaults to `True`):
             Whether the range that independent Gaussian weights score in is given with each layer.
+        probe (`bool`, *optional*, defaults to `False`):
+            Whether W_q and W_k of attention that the table does not know are found by running the model: once with
+            `inputs`, then each unknown attention module on basis vectors, whose queries and keys are caught on their
+            way into the softmax. Such layers have the layout `"probed (…)"`; layers that the table knows are read as
+            ever. Weights are those that the forward uses, a factor that it puts on queries or keys (1/√E, say)
+            included, which shows in `frobenius_norm` alone; a factor on the logits is not part of them.
+        inputs (`Mapping`, *optional*):
+            With `probe=True`, the keyword arguments that the model is run with: two or more sequences of two or more
+            tokens. By default the model's `dummy_inputs`, or inputs made from its config.
 
     Returns:
         [`QKScores`]: One entry per layer. A layer with a weight that is not finite scores NaN and is named in a
-        warning.
+        warning; so are layers whose W_q and W_k no forward pass has proven, which are marked (`verified`).
 
     Raises:
         ValueError: if no attention layer is found, a layer or kind is asked for that the model does not have, or the
-            weights of a layer cannot be read as they are stored.
+            weights of a layer cannot be read as they are stored; with `probe=True`, if the model cannot be run, or
+            queries or keys of an unknown layer are no linear map of one token's hidden state.
 
     Examples:
 
@@ -164,9 +191,8 @@ def score_model(
 
     ```
     """
-    survey = survey_attention(model)
-    warn_of_left_out(model, survey.left_out)
-    chosen = select_layers(survey.layers, layers=layers, attention=attention)
+    found, left_out = _survey(model, probe, inputs)
+    chosen = select_layers(found, layers=layers, attention=attention)
     whole = outermost_model(model)
     scores = QKScores(
         score_layers(chosen, gamma=gamma, heads=heads, null_band=null_band),
@@ -174,11 +200,28 @@ def score_model(
         model_type(model),
         family=None if whole is None else model_family(whole.config),
         num_parameters=sum(math.prod(full_shape(parameter)) for parameter in model.parameters()),
-        skipped=tuple(line.strip() for line in survey.left_out),
+        skipped=tuple(line.strip() for line in left_out),
     )
-    if undefined := undefined_layers(scores):
-        warnings.warn(undefined, RuntimeWarning, stacklevel=2)
+    for text in filter(None, (undefined_layers(scores), describe_unverified(chosen))):
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
     return scores
+
+
+def _survey(
+    model: nn.Module, probe: bool, inputs: Mapping[str, Any] | None
+) -> tuple[list[AttentionLayer | ProbedLayer], list[str]]:
+    if probe:
+        layers, left_out = survey_by_probing(model, inputs)
+        warn_of_left_out(model, left_out)
+        return layers, left_out
+    if inputs is not None:
+        raise ValueError("`inputs` are what the model is run with by `probe=True`; without it the model is not run.")
+    try:
+        survey = survey_attention(model)
+    except UnknownAttentionError as error:
+        raise UnknownAttentionError(f"{error} {_PROBE_IT}") from None
+    warn_of_left_out(model, survey.left_out, _PROBE_IT)
+    return [*survey.layers], survey.left_out
 
 
 def model_type(model: nn.Module) -> str | None:
@@ -337,9 +380,13 @@ def _layer_scores(layer: ScorableLayer, columns: list[list[float]] | None, null_
         stack=layer.stack,
         index=layer.index,
         kind=layer.kind,
+        role=layer.role,
+        causal=layer.causal,
+        key_source=layer.key_source,
         layout=layer.layout.name,
         num_heads=layer.heads.num_attention_heads,
         num_key_value_heads=layer.heads.num_key_value_heads,
         head_dim=layer.heads.head_dim,
+        verified=layer.verified,
         **measured,
     )

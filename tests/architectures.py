@@ -231,6 +231,24 @@ _LATENT = {k: v for k, v in _GROUPED.items() if k not in ("head_dim", "num_key_v
 _FALCON = {"hidden_size": D, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "vocab_size": VOCAB}
 _BIGCODE = {"n_embd": D, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCAB, "n_positions": 24}
 _SIGLIP = {"hidden_size": D, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 40}
+_DETR = {
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 3,
+    "encoder_ffn_dim": 40,
+    "decoder_ffn_dim": 40,
+    "num_queries": 6,
+    "backbone": None,
+    "backbone_config": {
+        "model_type": "resnet",
+        "embedding_size": 8,
+        "hidden_sizes": [8, 8],
+        "depths": [1, 1],
+        "layer_type": "basic",
+        "out_features": ["stage2"],
+    },
+}
 IRREGULAR = [
     Architecture("falcon_one_key_head", "FalconConfig", _FALCON, _tokens_at_position_zero),
     Architecture("falcon_even", "FalconConfig", _FALCON | {"multi_query": False}, _tokens_at_position_zero),
@@ -302,6 +320,55 @@ IRREGULAR = [
         "timesfm",
         "TimesFmConfig",
         {"hidden_size": D, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16, "intermediate_size": 40},
+        _tokens,
+    ),
+    Architecture(
+        "gemma4_vision",
+        "Gemma4VisionConfig",
+        _GROUPED | {"position_embedding_size": 24, "patch_size": 8},
+        _pixels,
+    ),
+    Architecture(
+        "gemma4_audio",
+        "Gemma4AudioConfig",
+        {
+            "hidden_size": D,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "subsampling_conv_channels": [8, 8],
+            "output_proj_dims": D,
+        },
+        _speech,
+    ),
+    Architecture(
+        "wavtokenizer",
+        "WavTokenizerConfig",
+        {
+            "num_filters": 4,
+            "upsampling_ratios": [2, 2],
+            "hidden_size": 16,
+            "codebook_size": VOCAB,
+            "codebook_dim": 16,
+            "decoder_hidden_size": D,
+            "decoder_intermediate_size": 40,
+            "decoder_num_layers": 2,
+            "decoder_attention_num_groups": 4,
+        },
+        _speech,
+    ),
+    Architecture(
+        "conditional_detr",
+        "ConditionalDetrConfig",
+        _DETR | {"d_model": D},
+        _pixels,
+        stacks=_ENCODER_DECODER,
+    ),
+    Architecture("dab_detr", "DabDetrConfig", _DETR | {"hidden_size": D}, _pixels, stacks=_ENCODER_DECODER),
+    Architecture(
+        "axk2",
+        "AXK2Config",
+        {k: v for k, v in _LATENT.items() if k not in ("n_group", "topk_group", "first_k_dense_replace")}
+        | {"mlp_layer_types": ["dense"] * LAYERS, "index_head_dim": 16, "index_n_heads": 2},
         _tokens,
     ),
 ]

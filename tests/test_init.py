@@ -7,7 +7,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, BY_NAME, INIT_ARCHITECTURES, IRREGULAR, LAYERS, Architecture
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 import hf_symqk
 from hf_symqk import SymmetricInit, apply_qk_init, find_attention_layers, score_model
@@ -267,7 +267,7 @@ def test_unseen_layout_works_by_one_registration():
     ("value", "message"),
     [
         ("symetric", r"`scheme` must be one of 'symmetric', 'independent', got 'symetric'"),
-        ({"attention": "both"}, r"`attention` must be one of 'self', 'cross', 'all', got 'both'"),
+        ({"attention": "both"}, r"`attention` must be one of 'self', 'cross', 'all', .*got 'both'"),
         ({"distribution": "xavier"}, r"`distribution` must be one of 'kaiming_uniform', got 'xavier'"),
         ({"layers": []}, r"`layers` must be a non-empty sequence"),
         ({"layers": [0, -1]}, r"got \[0, -1\]"),
@@ -290,7 +290,7 @@ def test_bad_options_are_refused_on_construction(value, message):
 IRREGULAR_AND_WRITABLE = [
     architecture
     for architecture in IRREGULAR
-    if not architecture.name.startswith("deepseek") and architecture.name != "qwen3_next"
+    if not architecture.name.startswith(("deepseek", "axk2")) and architecture.name != "qwen3_next"
 ]
 
 
@@ -314,9 +314,14 @@ def test_irregular_layouts_keep_the_promise(architecture: Architecture):
             r"names the stack 'encoder'; this model has '': layers 0 to 2",
         ),
         ("bart", SymmetricInit(layers=[2]), r"asks for \[2\] of stack 'encoder'.*'decoder': layers 0 to 2"),
-        ("bert", SymmetricInit(attention="cross"), r"no cross-attention layer .* only \['self'\]"),
+        (
+            "bert",
+            SymmetricInit(attention="cross"),
+            r"no cross-attention layer .* only bidirectional self-attention \(encoder\)",
+        ),
         ("deepseek_v3", "symmetric", r"layers.0.self_attn.*query weight .* is a product \(q_a_proj, q_b_proj\)"),
         ("deepseek_v2", "symmetric", r"layers.0.self_attn.*key weight .*kv_b_proj.*scored but not initialised"),
+        ("axk2", "symmetric", r"query weight .* is a product \(q_a_proj, q_gate_proj\)"),
         ("qwen3_next", "symmetric", r"(?s)to reach every layer, but .*GatedDeltaNet"),
     ],
 )
@@ -359,6 +364,35 @@ def test_layers_that_the_scheme_cannot_serve_are_refused_before_writing():
     with pytest.raises(ValueError, match=r"layers.1.*query weight is all zero"):
         apply_qk_init(model)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values", "message"),
+    [
+        (
+            "segformer",
+            {"depths": [1] * 4, "hidden_sizes": [8, 8, 16, 16], "decoder_hidden_size": 16},
+            r"(?s)to reach every layer, but .*sequence_reduction mixes tokens before",
+        ),
+        (
+            "reformer",
+            {
+                "attn_layers": ["lsh"],
+                "hidden_size": 32,
+                "feed_forward_size": 16,
+                "num_attention_heads": 2,
+                "vocab_size": 99,
+                "axial_pos_embds": False,
+            },
+            r"(?s)No attention layer .*query_key",
+        ),
+    ],
+)
+def test_keys_that_are_no_projection_of_their_own_are_refused(model_type, values, message):
+    """Convolved keys, and keys that are the queries: there is no W_k to write, and the error says where."""
+    config = AutoConfig.for_model(model_type, **values)
+    with pytest.raises(ValueError, match=message):
+        AutoModel.from_config(config, qk_init="symmetric")
 
 
 def test_option_round_trips_through_json_values():

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForMaskedLM
 
 import hf_symqk
+from hf_symqk.attention import layouts, unregister_qk_layout
 
 
 ROOT = Path(__file__).parent.parent
@@ -36,7 +37,12 @@ def test_python_blocks(block, tmp_path, monkeypatch):
         from hf_symqk.history import ScoreHistory
 
         ScoreHistory(tmp_path / "out" / "qk_scores.csv", resumed_step=0).append(0, hf_symqk.score_model(model))
-    exec(compile(block, "README.md", "exec"), names)
+    before = {layout.name for layout in layouts()}
+    try:
+        exec(compile(block, "README.md", "exec"), names)
+    finally:
+        for name in {layout.name for layout in layouts()} - before:
+            unregister_qk_layout(name)
     if "accelerator.log" in block:
         assert list((tmp_path / "out").glob("**/events.*"))
     if "plot_history" in block:

@@ -1,15 +1,18 @@
 """Where W_q and W_k live: the table of layouts, finding them in a model, whole tensors from sharded ones."""
 
+from .borrowing import borrowed_from
 from .finding import (
     CROSS_ATTENTION,
     LOOKS_LIKE_ATTENTION,
     AttentionSurvey,
+    UnknownAttentionError,
     describe_left_out,
     find_attention_layers,
     outermost_model,
     survey_attention,
     survey_modules,
     warn_of_left_out,
+    warn_of_unverified,
 )
 from .heads import HEAD_DIM, NUM_HEADS, NUM_KEY_VALUE_HEADS, value_of
 from .layer import AttentionLayer, HeadTensors
@@ -22,9 +25,22 @@ from .layouts import (
     register_qk_layout,
     unregister_qk_layout,
 )
-from .rows import GatedRows, HeadRows, HeadShape, LatentRows, Part, RowSelector, ShardedRows, WholeRows
-from .selection import ATTENTION_KINDS, AttentionKind, LayerChoice, PlacedLayer, select_layers
+from .probed import ProbedLayer, ProbedSurvey, survey_by_probing
+from .probing import ProbingError
+from .rows import (
+    GatedRows,
+    HeadRows,
+    HeadShape,
+    LatentRows,
+    Part,
+    PerHeadRows,
+    RowSelector,
+    ShardedRows,
+    WholeRows,
+)
+from .selection import ATTENTION_KINDS, AttentionKind, LayerChoice, PlacedLayer, describe_kind, select_layers
 from .tensors import full_shape, linear_shape, storage_name, whole_linears, whole_parameters
+from .verified import describe_unverified
 
 
 __all__ = [
@@ -46,13 +62,21 @@ __all__ = [
     "LayerChoice",
     "LearnedScale",
     "Part",
+    "PerHeadRows",
     "PlacedLayer",
+    "ProbedLayer",
+    "ProbedSurvey",
+    "ProbingError",
     "Projection",
     "QKLayout",
     "RowSelector",
     "ShardedRows",
+    "UnknownAttentionError",
     "WholeRows",
+    "borrowed_from",
+    "describe_kind",
     "describe_left_out",
+    "describe_unverified",
     "find_attention_layers",
     "full_shape",
     "layouts",
@@ -62,10 +86,12 @@ __all__ = [
     "select_layers",
     "storage_name",
     "survey_attention",
+    "survey_by_probing",
     "survey_modules",
     "unregister_qk_layout",
     "value_of",
     "warn_of_left_out",
+    "warn_of_unverified",
     "whole_linears",
     "whole_parameters",
 ]

@@ -5,13 +5,14 @@ table, head by head (`tests/oracle`).
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from .layouts import ComposedProjection, LearnedScale, Projection, register_qk_layout
-from .rows import GatedRows, HeadRows, LatentRows, Part, RowSelector, ShardedRows, WholeRows
+from .rows import GatedRows, HeadRows, LatentRows, Part, PerHeadRows, RowSelector, ShardedRows, WholeRows
 
 
 __all__: list[str] = []
@@ -51,6 +52,47 @@ register_qk_layout(
     model_types=["blt", "blt_local_encoder", "blt_local_decoder"],
 )
 register_qk_layout(
+    # A module of its own holds each linear map. Gemma's clips what goes in and out, if a checkpoint has bounds for it;
+    # the forms are those of what lies within. Others do more than these: the types are listed.
+    name="q_proj/k_proj, wrapped",
+    query=Projection("q_proj.linear", HeadRows("query")),
+    key=Projection("k_proj.linear", HeadRows("key")),
+    value=Projection("v_proj.linear", HeadRows("value")),
+    model_types=["gemma4_vision", "kyutai_speech_to_text", "moshi"],
+    **_NORMS,
+)
+register_qk_layout(
+    name="q/k, one head",  # blocks of image and audio tokenizers, whose channels are not split
+    query=Projection("q", HeadRows("query")),
+    key=Projection("k", HeadRows("key")),
+    value=Projection("v", HeadRows("value")),
+    model_types=["apertus1p5_vision_tokenizer", "chameleon_vqgan", "janus_vqgan", "wavtokenizer"],
+    num_heads=1,
+)
+# Positions have projections of their own: the forms are those of the contents, to whose logits theirs are added.
+register_qk_layout(
+    name="q_content_proj/k_content_proj",
+    query=Projection("q_content_proj", HeadRows("query")),
+    key=Projection("k_content_proj", HeadRows("key")),
+    value=Projection("v_proj", HeadRows("value")),
+    model_types=["conditional_detr"],
+)
+for _kind in ("self_attn", "cross_attn"):
+    register_qk_layout(
+        name=f"{_kind}_query_content_proj/{_kind}_key_content_proj",
+        query=Projection(f"{_kind}_query_content_proj", HeadRows("query")),
+        key=Projection(f"{_kind}_key_content_proj", HeadRows("key")),
+        value=Projection(f"{_kind}_value_proj", HeadRows("value")),
+        model_types=["dab-detr"],
+        num_heads=f"{_kind}.attention_heads",
+    )
+register_qk_layout(
+    name="query/key_protein",  # Evolla, whose released models attend to proteins alone of the three that it knows
+    query=Projection("query", HeadRows("query")),
+    key=Projection("key_protein", HeadRows("key")),
+    value=Projection("value_protein", HeadRows("value")),
+)
+register_qk_layout(
     name="to_q/to_kv",  # conformers of Granite Speech
     query=Projection("to_q", HeadRows("query")),
     key=Projection("to_kv", HeadRows("key", ("key", "value"))),
@@ -79,7 +121,7 @@ register_qk_layout(
     name="vision_proj/text_proj",
     query=Projection("vision_proj", HeadRows("query")),
     key=Projection("text_proj", HeadRows("key")),
-    file_types=(),
+    file_types=["grounding-dino", "mm-grounding-dino"],
 )
 
 
@@ -108,7 +150,14 @@ register_qk_layout(
     name="in_proj_weight",  # torch's own `nn.MultiheadAttention`
     **_fused("", _order(*_PARTS), weight="in_proj_weight", bias="in_proj_bias"),
     # Modules of others have head counts of their own, which only the live module knows.
-    file_types=["siglip_vision_model", "siglip2_vision_model"],
+    file_types=[
+        "bridgetower",
+        "bridgetower_vision_model",
+        "mask2former",
+        "oneformer",
+        "siglip2_vision_model",
+        "siglip_vision_model",
+    ],
 )
 
 # Fused projections: the same module name stands for different orders of rows, so the model types are listed.
@@ -131,6 +180,8 @@ for _name, _module, _rows, _storage, _types in (
             "blip_2_vision_model",
             "blip_vision_model",
             "cohere_compass_vision",
+            "dots3_note_vision_encoder",
+            "ernie4_5_vl_moe_vision",
             "exaone4_5_vision",
             "glm4v_moe_vision",
             "glm4v_vision",
@@ -141,6 +192,7 @@ for _name, _module, _rows, _storage, _types in (
             "instructblip_vision_model",
             "instructblipvideo_vision_model",
             "mgp-str",
+            "pp_chart2table_vision",
             "pp_formulanet_vision",
             "qwen2_5_vl_vision",
             "qwen2_vl_vision",
@@ -155,6 +207,7 @@ for _name, _module, _rows, _storage, _types in (
             "seggpt",
             "slanext_vision",
             "timesformer",
+            "unlimited_ocr_sam_vision_model",
             "vitdet",
         ],
     ),
@@ -184,6 +237,28 @@ for _name, _module, _rows, _storage, _types in (
 ):
     register_qk_layout(name=_name, **_fused(_module, _rows, **_storage), **_NORMS, model_types=_types)
 
+register_qk_layout(
+    name="qkv (stages)",  # each stage has a width and a number of heads, which only the live module knows
+    **_fused("qkv", _order(*_PARTS)),
+    model_types=["florence_vision", "hiera", "sam2_hiera_det_model"],
+    file_types=(),
+)
+# LeViT, whose batch norms stand between projections and heads.
+register_qk_layout(
+    name="queries_keys_values",
+    query=Projection("queries_keys_values.linear", PerHeadRows(0), batch_norm="queries_keys_values.batch_norm"),
+    key=Projection("queries_keys_values.linear", PerHeadRows(1), batch_norm="queries_keys_values.batch_norm"),
+    model_types=["levit"],
+    file_types=(),
+)
+register_qk_layout(
+    name="queries/keys_values",
+    query=Projection("queries.linear", HeadRows("query"), batch_norm="queries.batch_norm"),
+    key=Projection("keys_values.linear", PerHeadRows(0), batch_norm="keys_values.batch_norm"),
+    model_types=["levit"],
+    file_types=(),
+)
+
 _key_value: tuple[Part, ...] = ("key", "value")
 register_qk_layout(
     name="q_attn + c_attn (Conv1D, cross-attention)",
@@ -195,7 +270,7 @@ register_qk_layout(
 
 # --- latent attention: keys, and mostly queries, that go through a narrower space -----------------------------------
 
-# The types are listed: dots3_note normalises and scales more than this says.
+# The types are listed: others normalise and scale more than this says.
 _LATENT = [
     "axk1",
     "bailing_hybrid",
@@ -206,10 +281,12 @@ _LATENT = [
     "glm5_next_text",
     "glm_moe_dsa",
     "hy_v4",
+    "hy_v4_vl_text",
     "kimi_linear",
     "longcat_flash",
     "minicpm3",
     "mistral4",
+    "sarvam_mla",
     "youtu",
 ]
 _LATENT_KEY = ComposedProjection(
@@ -242,12 +319,28 @@ register_qk_layout(
     file_types=_LATENT_IN_FILES,
 )
 register_qk_layout(
+    name="latent queries with a gate, latent keys",
+    query=ComposedProjection(
+        Projection("q_a_proj", WholeRows()), Projection("q_gate_proj", PerHeadRows()), "q_a_layernorm", twice=True
+    ),
+    key=_LATENT_KEY,
+    model_types=["axk2"],
+)
+register_qk_layout(
+    name="latent queries and keys, all normalised",
+    query=_latent_query("q_a_layernorm"),
+    key=replace(_LATENT_KEY, scale="kv_lora_scale", shared_norm="k_rope_only_layernorm"),
+    model_types=["dots3_note_text"],
+    file_types=(),  # the factor on the keys is the live module's
+)
+register_qk_layout(
     name="q_proj + latent keys, heads scaled",
     query=Projection("q_proj", HeadRows("query")),
     key=_LATENT_KEY,
     query_scale=LearnedScale(("softmax_scaling.bias",), lambda bias: bias),
     model_types=["mistral_large4_text"],
 )
+# Keys of single tokens; besides them, some layers have keys of a kind of their own for groups of tokens.
 register_qk_layout(
     name="latent queries/kv_proj",
     query=_latent_query("q_a_norm"),
@@ -270,7 +363,7 @@ register_qk_layout(
     name="q_proj/k_proj + in_proj_weight",
     query=_projected_twice("q_proj", "query"),
     key=_projected_twice("k_proj", "key"),
-    file_types=(),
+    file_types=["aria"],
 )
 
 # --- queries that are multiplied by something learned ----------------------------------------------------------------
@@ -280,7 +373,7 @@ _SCALES: tuple[tuple[str, Callable[[Tensor], Tensor], list[str]], ...] = (
     (
         "per_dim_scale",
         F.softplus,
-        ["videoprism", "videoprism_text_model", "videoprism_vision_model", "gemma3n_audio", "gemma4_audio"],
+        ["videoprism", "videoprism_text_model", "videoprism_vision_model", "gemma3n_audio"],
     ),
     ("sqk", lambda sqk: sqk.square(), ["dory"]),
 )
@@ -295,3 +388,11 @@ for _parameter, _formula, _types in _SCALES:
         query_scale=LearnedScale((_parameter,), _formula),
         model_types=_types,
     )
+register_qk_layout(
+    name="q_proj/k_proj, wrapped, queries scaled by per_dim_scale",
+    query=Projection("q_proj.linear", HeadRows("query")),
+    key=Projection("k_proj.linear", HeadRows("key")),
+    value=Projection("v_proj.linear", HeadRows("value")),
+    query_scale=LearnedScale(("per_dim_scale",), F.softplus),
+    model_types=["gemma4_audio"],
+)

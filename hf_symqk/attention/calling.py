@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from .catching import Logits, catch_logits
 
@@ -80,6 +81,16 @@ def _positions_at_zero(value: Any) -> Any:
     return value
 
 
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one is other or (one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other))
+
+
+def _repeated(tensor: Tensor, batch: int, copies: int) -> Tensor:
+    """A tensor of one batch for several; what has a first dimension of 1 serves them all."""
+    fits = tensor.ndim > 0 and batch > 1 and tensor.shape[0] % batch == 0
+    return torch.cat([tensor] * copies) if fits and tensor.shape[0] else tensor
+
+
 class Rerun:
     """An attention module that is called again and again with other hidden states."""
 
@@ -97,14 +108,16 @@ class Rerun:
             else:
                 values[name] = value
         self.neutral = {name: self._neutral(name, value) for name, value in values.items()}
-        # One tensor under several names (query, key and value of torch's attention) is one stream.
+        self._given: tuple[Tensor, ...] = ()
+        # One tensor under several names (query, key and value of torch's attention) is one stream, also where the
+        # same was computed twice.
         self.streams: list[list[str]] = []
         for name, value in values.items():
             if not isinstance(value, Tensor) or not value.is_floating_point() or not 2 <= value.ndim <= 5:
                 continue
             if _NO_STREAM.search(name) or (width is not None and width not in value.shape):
                 continue
-            same = next((stream for stream in self.streams if values[stream[0]] is value), None)
+            same = next((stream for stream in self.streams if _is_same(values[stream[0]], value)), None)
             if same is None:
                 self.streams.append([name])
             else:
@@ -116,13 +129,35 @@ class Rerun:
             return False if isinstance(value, bool) else None
         return _positions_at_zero(value) if _POSITIONS.search(name) else value
 
-    def __call__(self, stream: list[str], hidden: Tensor) -> list[Logits]:
-        values = {**self.neutral, **dict.fromkeys(stream, hidden)}
+    def __call__(self, hidden: Mapping[str, Tensor], copies: int = 1) -> list[Logits]:
+        """
+        Runs the module.
+
+        Args:
+            hidden (`Mapping[str, torch.Tensor]`): By the first name of a stream, what it is to carry.
+            copies (`int`, *optional*, defaults to 1): How many batches are in `hidden`, one behind the other; other
+                arguments are repeated as often.
+
+        Returns:
+            `list[Logits]`: Of every softmax, in the order in which they run.
+        """
+        args, kwargs = self.arguments(hidden, copies)
+        with torch.no_grad(), catch_logits(self.module, norms=False, inputs=self._given) as caught:
+            self.module(*args, **kwargs)
+        return caught
+
+    def arguments(self, hidden: Mapping[str, Tensor], copies: int = 1) -> Call:
+        """The arguments of the call, with other hidden states."""
+        values = {**self.neutral, **hidden}
+        if copies > 1:
+            batch = next(iter(hidden.values())).shape[0] // copies
+            others = {name: value for name, value in values.items() if name not in hidden}
+            values |= tree_map_only(Tensor, lambda tensor: _repeated(tensor, batch, copies), others)
         # Copies, since a module may write into its arguments; one for all names of a stream.
         values = {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
         for names in self.streams:
             values |= dict.fromkeys(names, values[names[0]])
-        inputs = tuple(values[names[0]] for names in self.streams)
+        self._given = tuple(values[names[0]] for names in self.streams)
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         positional = True
@@ -135,6 +170,4 @@ class Rerun:
                 args.append(values.pop(name))
             else:
                 kwargs[name] = values.pop(name)
-        with torch.no_grad(), catch_logits(self.module, norms=False, inputs=inputs) as caught:
-            self.module(*args, **kwargs, **values)
-        return caught
+        return Call(tuple(args), kwargs | values)

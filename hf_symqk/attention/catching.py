@@ -21,11 +21,18 @@ from transformers.masking_utils import eager_mask
 __all__ = ["Logits", "catch_logits"]
 
 _NAME = "hf_symqk_probe"
-_MATMUL = {torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__}
+_MATMUL = {torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.bmm, Tensor.mm, Tensor.__matmul__}
 _BADDBMM = {torch.baddbmm, Tensor.baddbmm}
 _SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax, torch.logsumexp, Tensor.logsumexp}
 # Their results are new hidden states, no longer the product of a query and a key.
 _FORGETS = {F.linear, F.conv1d, F.conv2d, F.layer_norm, torch.addmm, *_SOFTMAX}
+_TURNS = {
+    *(Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes, Tensor.permute, torch.permute),
+    *(Tensor.mT.__get__, Tensor.T.__get__),  # type: ignore[attr-defined]
+}
+_SIZES = (2, 3, 5, 7, 11, 13, 17, 19)  # dimensions that are told apart by their sizes
+_NORMS = {F.layer_norm, F.rms_norm}
+_ELLIPSIS = "αβγδεζηθ"  # labels of the dimensions that an equation leaves unnamed
 _CAUGHT: list["_Catcher"] = []
 
 
@@ -37,6 +44,14 @@ class Logits(NamedTuple):
     scaling: float | None
     route: str
     module: nn.Module | None
+
+
+class _Product(NamedTuple):
+    """A product on its way to a softmax, and which dimensions (from the last) count its queries and its keys."""
+
+    logits: Logits
+    query_axis: int = -2
+    key_axis: int = -1
 
 
 @contextmanager
@@ -57,7 +72,7 @@ def catch_logits(model: nn.Module, *, norms: bool = True, inputs: tuple[Tensor, 
     Yields:
         `list[Logits]`: In the order in which they run.
     """
-    catcher = _Catcher(norms=norms)
+    catcher = _Catcher(norms=norms, inputs=inputs)
     with ExitStack() as stack:
         stack.enter_context(_interface(model))
         for module in model.modules():
@@ -115,12 +130,12 @@ def _attention(
 class _Catcher(TorchFunctionMode):
     """Follows products of matrices until a softmax takes them."""
 
-    def __init__(self, *, norms: bool) -> None:
+    def __init__(self, *, norms: bool, inputs: tuple[Tensor, ...]) -> None:
         super().__init__()
-        self.norms = norms
+        self.norms, self.inputs = norms, inputs
         self.logits: list[Logits] = []
         self._modules: list[nn.Module] = []
-        self._products: dict[int, list[Logits]] = {}
+        self._products: dict[int, list[_Product]] = {}
         self._alive: list[Tensor] = []  # or ids would be used again
 
     def enter(self, module: nn.Module, args: Any) -> None:
@@ -136,15 +151,22 @@ class _Catcher(TorchFunctionMode):
             # A Python function that would hand itself over again: it is run with us watching its parts.
             with mock.patch("torch.nn.functional.has_torch_function", return_value=False), self:
                 return func(*args, **kwargs)
-        if func is F.normalize and not self.norms:
+        if not self.norms and func is F.normalize:
             return args[0]
+        if not self.norms and func in _NORMS:
+            hidden = args[0] if args else kwargs["input"]
+            weight = args[2] if len(args) > 2 else kwargs.get("weight")
+            alone = weight is None or any(hidden is tensor for tensor in self.inputs)
+            return hidden if alone else hidden * weight
         if func is F.scaled_dot_product_attention:
             query, key = (args[i] if len(args) > i else kwargs[name] for i, name in enumerate(("query", "key")))
             self.logits.append(Logits(query, key, kwargs.get("scale"), "sdpa", self._module))
             return func(*args, **kwargs)
         output = func(*args, **kwargs)
         if func in _SOFTMAX:
-            self.logits += self._products.get(id(args[0] if args else kwargs["input"]), [])
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
+            for taken in self._products.get(id(args[0] if args else kwargs["input"]), []):
+                self.logits.append(_over_keys(taken, dim, output.ndim))
             return output
         if func in _FORGETS:
             return output
@@ -152,11 +174,14 @@ class _Catcher(TorchFunctionMode):
         if product is not None:
             self._note(output, [product])
             return output
-        followed: list[Logits] = []
+        followed: list[_Product] = []
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
-                followed += [p for p in self._products.get(id(leaf), []) if not any(p is q for q in followed)]
+                known = [product.logits for product in followed]
+                followed += [p for p in self._products.get(id(leaf), []) if not any(p.logits is q for q in known)]
         if followed:
+            if func in _TURNS:
+                followed = [_turned(product, func, args, kwargs) for product in followed]
             targets = [args[0]] if func is Tensor.__setitem__ else tree_leaves(output)
             for target in targets:
                 if isinstance(target, Tensor):
@@ -167,11 +192,11 @@ class _Catcher(TorchFunctionMode):
     def _module(self) -> nn.Module | None:
         return self._modules[-1] if self._modules else None
 
-    def _note(self, tensor: Tensor, products: list[Logits]) -> None:
+    def _note(self, tensor: Tensor, products: list[_Product]) -> None:
         self._products[id(tensor)] = products
         self._alive.append(tensor)
 
-    def _product(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Logits | None:
+    def _product(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> _Product | None:
         if func in _MATMUL:
             left, right = (*args, *kwargs.values())[:2]
         elif func in _BADDBMM:
@@ -184,14 +209,21 @@ class _Catcher(TorchFunctionMode):
             return None
         if left.ndim < 2 or right.ndim < 2:
             return None
-        return Logits(left, right.mT, None, "matmul", self._module)
+        return _Product(Logits(left, right.mT, None, "matmul", self._module))
 
-    def _einsum(self, equation: str, *operands: Any) -> Logits | None:
+    def _einsum(self, equation: Any, *operands: Any) -> _Product | None:
+        if not isinstance(equation, str):
+            return None
         operands = tuple(operands[0]) if isinstance(operands[0], list | tuple) else operands
         terms, _, output = equation.replace(" ", "").partition("->")
         labels = terms.split(",")
-        if len(operands) != 2 or "." in equation or not output:
+        if len(operands) != 2 or len(labels) != 2 or not output:
             return None
+        unnamed = [tensor.ndim - len(own.replace("...", "")) for tensor, own in zip(operands, labels, strict=True)]
+        rest = _ELLIPSIS[: max(unnamed)] if "..." in equation else ""
+        # Aligned at the last one, as broadcasting does.
+        labels = [own.replace("...", rest[len(rest) - number :]) for own, number in zip(labels, unnamed, strict=True)]
+        output = output.replace("...", rest)
         left, right = operands
         first, second = labels
         if output[-1] in first and output[-1] not in second:
@@ -200,9 +232,10 @@ class _Catcher(TorchFunctionMode):
         summed = [label for label in first if label in second and label not in output]
         if not summed:
             return None
-        tensors = []
+        tensors, axes = [], []
         for tensor, own in ((left, first), (right, second)):
             alone = [label for label in own if label not in shared and label not in summed]
+            axes.append(max((output.rindex(label) for label in alone if label in output), default=0) - len(output))
             order = [own.index(label) for label in (*shared, *alone, *summed)]
             tensors.append(
                 tensor.permute(order).reshape(
@@ -211,7 +244,24 @@ class _Catcher(TorchFunctionMode):
                     _size(tensor, own, summed),
                 )
             )
-        return Logits(tensors[0], tensors[1], None, "matmul", self._module)
+        return _Product(Logits(tensors[0], tensors[1], None, "matmul", self._module), *axes)
+
+
+def _turned(product: _Product, func: Callable, args: tuple, kwargs: dict[str, Any]) -> _Product:
+    """A product whose dimensions change places."""
+    sizes = _SIZES[: args[0].ndim]
+    with torch._C.DisableTorchFunction():
+        turned = func(torch.empty(sizes, device="meta"), *args[1:], **kwargs).shape
+    axes = (turned.index(sizes[axis]) - len(turned) for axis in product[1:])
+    return _Product(product.logits, *axes)
+
+
+def _over_keys(product: _Product, dim: Any, dimensions: int) -> Logits:
+    """Keys are what the softmax sums over, whichever side of the product they stood on."""
+    logits = product.logits
+    if isinstance(dim, int) and (dim if dim < 0 else dim - dimensions) == product.query_axis:
+        return logits._replace(query=logits.key, key=logits.query)
+    return logits
 
 
 def _size(tensor: Tensor, own: str, labels: list[str]) -> int:
@@ -224,19 +274,36 @@ def _is_norm(module: nn.Module) -> bool:
     return named and not module._modules
 
 
+def _signs(like: Tensor) -> Tensor:
+    """Mean 0 and length 1 per channel."""
+    signs = torch.ones_like(like)
+    signs[..., 1::2] = -1
+    return signs
+
+
 @contextmanager
 def _gain_alone(norm: nn.Module, inputs: tuple[Tensor, ...]) -> Iterator[None]:
     """Replaces a norm by its learned gain: what is left when its input already has mean 0 and length 1 per channel."""
     forward = norm.forward
 
-    def gain(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def gain(*args: Any, **kwargs: Any) -> Any:
+        if not args:
+            args = (kwargs.pop(next(iter(kwargs))),)
+        hidden = args[0]
         if any(hidden is tensor for tensor in inputs):
             return hidden
         if isinstance(norm, nn.GroupNorm):
             return hidden if norm.weight is None else hidden * norm.weight.view(-1, *[1] * (hidden.ndim - 2))
-        signs = torch.ones_like(hidden)
-        signs[..., 1::2] = -1
-        return hidden * (forward(signs, *args, **kwargs) - forward(-signs, *args, **kwargs)) * signs / 2
+        signs = [_signs(hidden)]
+        plus = forward(*signs, *args[1:], **kwargs)
+        several = not isinstance(plus, Tensor)
+        if several:  # a norm of queries and keys in one
+            signs = [_signs(one) for one in args[: len(plus)]]
+            plus = forward(*signs, *args[len(plus) :], **kwargs)
+        minus = forward(*(-sign for sign in signs), *args[len(signs) :], **kwargs)
+        pairs = zip(plus, minus, strict=True) if several else [(plus, minus)]
+        results = [one * (p - m) * sign / 2 for one, sign, (p, m) in zip(args, signs, pairs, strict=False)]
+        return tuple(results) if several else results[0]
 
     own = norm.__dict__.get("forward")
     norm.__dict__["forward"] = gain

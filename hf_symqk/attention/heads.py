@@ -1,5 +1,6 @@
 """How many heads an attention module has, told from its attributes, its config and its shapes."""
 
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -23,6 +24,7 @@ HEAD_DIM = (
     "head_size",
     "key_value_proj_dim",
     "d_kv",
+    "key_dim",
 )
 _SHARED_HEAD_DIM = "qk_rope_head_dim"
 WAY_OUT = "Describe another layout with `hf_symqk.register_qk_layout`."
@@ -67,8 +69,10 @@ def head_shape(name: str, module: nn.Module, layout: QKLayout, config: Any) -> H
     query_rows, key_rows = rows[len(layout.query.pieces) - 1][1], rows[-1][1]
     fused = layout.query.pieces[-1].path == layout.key.pieces[-1].path
     separate = not fused and len(layout.key.pieces) == 1
-    num_heads = attribute(module, NUM_HEADS) or attribute(config, NUM_HEADS)
-    head_dim = attribute(module, HEAD_DIM) or attribute(config, HEAD_DIM)
+    own_num_heads = _said(module, layout.num_heads) or attribute(module, NUM_HEADS)
+    num_heads = own_num_heads or attribute(config, NUM_HEADS)
+    own_head_dim = attribute(module, HEAD_DIM)
+    head_dim = own_head_dim or attribute(config, HEAD_DIM)
     if num_heads is None and head_dim is not None and separate:
         num_heads = query_rows // head_dim
     if num_heads is None:
@@ -86,7 +90,8 @@ def head_shape(name: str, module: nn.Module, layout: QKLayout, config: Any) -> H
         widths = [query_rows // num_heads]
     else:
         width = shapes[0][1]
-        totals = (num_heads + 2 * groups, 3 * num_heads)
+        order = getattr(layout.query.pieces[-1].rows, "order", ("query", "key", "value"))
+        totals = [sum(num_heads if part == "query" else count for part in order) for count in (groups, num_heads)]
         widths = [query_rows // total for total in totals if query_rows % total == 0]
         # Heads that fill the width are the rule.
         widths.sort(key=lambda head_dim: head_dim * num_heads != width)
@@ -98,9 +103,12 @@ def head_shape(name: str, module: nn.Module, layout: QKLayout, config: Any) -> H
             candidates.append(HeadShape(num_heads, key_rows // width, width))
         # Falling back to one key head a query head serves fused modules whose config speaks of other layers.
         candidates.append(HeadShape(num_heads, num_heads, width, shared or 0))
+    if own_head_dim and not own_num_heads and separate:
+        # The config's number may be that of other layers (the encoder's); the module's own width tells.
+        candidates.append(HeadShape(query_rows // own_head_dim, key_rows // own_head_dim, own_head_dim))
     for heads in candidates:
         fits = all(piece.rows.fits(number, heads) for piece, number in rows)
-        if fits and heads.num_key_value_heads and num_heads % heads.num_key_value_heads == 0:
+        if fits and heads.num_key_value_heads and heads.num_attention_heads % heads.num_key_value_heads == 0:
             return heads
     described = ", ".join(dict.fromkeys(f"{piece.path} has {number} rows" for piece, number in rows))
     raise ValueError(
@@ -108,6 +116,16 @@ def head_shape(name: str, module: nn.Module, layout: QKLayout, config: Any) -> H
         f"{num_heads} query heads and {groups} key heads of width {head_dim or (widths or [0])[0]}. If this module "
         "orders its rows otherwise, describe it with `hf_symqk.register_qk_layout`."
     )
+
+
+def _said(module: nn.Module, num_heads: int | str | None) -> int | None:
+    """The number of heads that a layout gives itself, or says where the module has it."""
+    if not isinstance(num_heads, str):
+        return num_heads
+    try:
+        return attrgetter(num_heads)(module)
+    except AttributeError:  # a stand-in, of which a config has to say it
+        return None
 
 
 def _shared_head_dim(module: nn.Module, layout: QKLayout, config: Any) -> int | None:

@@ -8,8 +8,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .kinds import Role
 from .layouts import ComposedProjection, Projection, QKLayout
-from .norms import fold_gain
+from .norms import batch_norm_gain, fold_gain
 from .projections import has_projection, stored_widths, weight_of
 from .rows import HeadShape, Part
 from .tensors import LinearTensors, is_sharded, storage_name, whole_linears, whole_parameters
@@ -47,6 +48,11 @@ class AttentionLayer:
             chooses it is told.
         stack (`str`): Name of its stack (`"encoder"`, `"text_model"`, …), empty if the model has only one.
         index (`int`): Its position in the stack.
+        role (`str` or `None`), causal (`bool` or `None`): See [`Kind`].
+        key_source (`str`): Name of the layer whose keys it reads, empty if it makes its own.
+        joined (`torch.nn.Module` or `None`): Holds its projections where `module` does not hold them all.
+        model_type (`str` or `None`): Model type of the config that speaks for it.
+        verified (`bool`): Whether a forward pass has proven its W_q and W_k (see `verified.py`).
     """
 
     name: str
@@ -57,11 +63,40 @@ class AttentionLayer:
     stack: str = ""
     index: int = 0
     problem: str | None = None
+    role: Role | None = None
+    causal: bool | None = None
+    key_source: str = ""
+    joined: nn.Module | None = None
+    model_type: str | None = None
+    verified: bool = False
+
+    @property
+    def holding(self) -> nn.Module:
+        """What the paths of the layout are relative to."""
+        return self.module if self.joined is None else self.joined
+
+    def paths(self) -> list[tuple[Projection, str]]:
+        """The linear maps that W_q and W_k are made of, each with its path in the model."""
+        lent = self.layout.lendable if self.key_source else ()
+        return [
+            (piece, ".".join(filter(None, (self.key_source if piece in lent else self.name, piece.path))))
+            for piece in self.layout.pieces
+        ]
+
+    def norms(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Names that a norm may have whose gain is folded in, each list with the path of the module that has it."""
+        lender = self.key_source or self.name
+        inner = [
+            (owner, (projection.norm,))
+            for owner, projection in ((self.name, self.layout.query), (lender, self.layout.key))
+            if isinstance(projection, ComposedProjection) and projection.norm is not None
+        ]
+        return [(self.name, self.layout.query_norms), (lender, self.layout.key_norms), *inner]
 
     def has(self, part: Part) -> bool:
         """Whether the layout says where the part (`"query"`, `"key"`, `"value"`) is, and the module has it there."""
         projection = getattr(self.layout, part)
-        return projection is not None and has_projection(self.module, projection)
+        return projection is not None and has_projection(self.holding, projection)
 
     def projection(self, part: Part) -> Projection | ComposedProjection:
         """
@@ -76,7 +111,7 @@ class AttentionLayer:
 
     def input_width(self, part: Part) -> int:
         """Width `D` of the stream that the part is projected from."""
-        return stored_widths(self.module, self.projection(part))[1]
+        return stored_widths(self.holding, self.projection(part))[1]
 
     def holder(self, part: Part) -> nn.Module:
         """
@@ -87,37 +122,48 @@ class AttentionLayer:
             ValueError: if the part is a product of several weights, or the layer does not have it.
         """
         self.require_writable(part)
-        return self.module.get_submodule(self.projection(part).pieces[0].module)
+        return self.holding.get_submodule(self.projection(part).pieces[0].module)
 
     def holders(self, *parts: Part) -> set[nn.Module]:
         """All modules that hold weights of the parts."""
-        return {self.module.get_submodule(piece.module) for part in parts for piece in self.projection(part).pieces}
+        return {self.holding.get_submodule(piece.module) for part in parts for piece in self.projection(part).pieces}
 
     def require_writable(self, *parts: Part) -> None:
         """
         Checks that values can be given to parts.
 
         Raises:
-            ValueError: if a part is a product of several weights, or stored in a form that can be read only.
+            ValueError: if a part is a product of several weights, or the keys are those of another layer.
         """
         for part in parts:
+            if part == "key" and self.key_source:
+                raise ValueError(
+                    f"{self.name!r} reads the keys of {self.key_source!r}, whose W_k cannot be made from the W_q of "
+                    "several layers. Choose layers that have keys of their own with `layers`."
+                )
             projection = self.projection(part)
             if isinstance(projection, ComposedProjection):
                 names = ", ".join(dict.fromkeys(piece.path for piece in projection.pieces))
                 raise ValueError(
                     f"{self.name!r}: the {part} weight of layout {self.layout.name!r} is a product ({names}); it can "
-                    "be scored but not initialised."
+                    "be scored but not initialised. Choose other layers with `layers`, if there are any."
+                )
+            if projection.batch_norm is not None:
+                raise ValueError(
+                    f"{self.name!r}: the {part} rows of layout {self.layout.name!r} go through {projection.batch_norm}"
+                    ", which rescales each of them by the statistics of the data; they can be scored but not "
+                    "initialised."
                 )
 
     def storages(self, *parts: Part) -> set[str]:
         """Names of the forms in which the parts' linear maps are stored (see [`storage_name`])."""
         maps = [piece for part in parts for piece in self.projection(part).pieces if not piece.is_parameter]
-        return {storage_name(self.module.get_submodule(piece.module)) for piece in maps}
+        return {storage_name(self.holding.get_submodule(piece.module)) for piece in maps}
 
     @property
     def read_once(self) -> bool:
         """Whether reading Q and K takes other processes; then every rank has to come along."""
-        return is_sharded(self.module)
+        return is_sharded(self.holding)
 
     @contextmanager
     def tensors(self, *parts: Part, write: bool = False) -> Iterator[dict[Part, HeadTensors]]:
@@ -141,14 +187,16 @@ class AttentionLayer:
             self.require_writable(*parts)
         projections = {part: self.projection(part) for part in parts}
         pieces = [piece for projection in projections.values() for piece in projection.pieces]
-        linears = [self.module.get_submodule(piece.module) for piece in pieces if not piece.is_parameter]
+        linears = [self.holding.get_submodule(piece.module) for piece in pieces if not piece.is_parameter]
         named = [
-            weight_of(self.module, piece, name)
+            weight_of(self.holding, piece, name)
             for piece in pieces
             if piece.is_parameter
             for name in (piece.weight, piece.bias)
         ]
-        norms = [self._between(projection) for projection in projections.values()]
+        inner = [name for one in projections.values() if isinstance(one, ComposedProjection) for name in one.norms]
+        inner += [piece.batch_norm for piece in pieces if piece.batch_norm is not None]
+        norms = [self._norm(name) for name in dict.fromkeys(inner)]
         gains = [parameter for norm in norms if norm is not None for parameter in norm.parameters()]
         with (
             whole_parameters(gains) as whole_gains,
@@ -175,11 +223,11 @@ class AttentionLayer:
                 that are not one gain per channel.
         """
         norms = [
-            next((module for name in names if (module := getattr(self.module, name, None)) is not None), None)
+            next((module for name in names if (module := getattr(self.holding, name, None)) is not None), None)
             for names in (self.layout.query_norms, self.layout.key_norms)
         ]
         learned = self.layout.query_scale
-        scales = [self.module.get_parameter(path) for path in learned.parameters] if learned else []
+        scales = [self.holding.get_parameter(path) for path in learned.parameters] if learned else []
         gains = [parameter for norm in norms if norm is not None for parameter in norm.parameters()]
         with whole_parameters(gains + scales) as whole, self.tensors("query", "key") as tensors:
             w_q = fold_gain(self.name, tensors["query"].weight, norms[0], whole)
@@ -191,24 +239,27 @@ class AttentionLayer:
                 w_q = w_q * scale.unsqueeze(-1)
             yield w_q, w_k
 
-    def _between(self, projection: Projection | ComposedProjection) -> nn.Module | None:
-        """The norm between the two maps of a composed projection, if it is one and has one."""
-        if not isinstance(projection, ComposedProjection) or projection.norm is None:
+    def _norm(self, name: str | None) -> nn.Module | None:
+        """A norm of the attention module by its path, if it has it."""
+        try:
+            return None if name is None else self.holding.get_submodule(name)
+        except AttributeError:
             return None
-        return getattr(self.module, projection.norm, None)
 
     def _part(self, projection: Projection | ComposedProjection, read: _Read) -> HeadTensors:
         if isinstance(projection, Projection):
             return self._split(projection, read)
         down, up = self._split(projection.down, read), self._split(projection.up, read)
-        norm = self._between(projection)
-        latent = fold_gain(self.name, down.weight, norm, read.parameters).flatten(0, 1)
+        latent = fold_gain(self.name, down.weight, self._norm(projection.norm), read.parameters)
+        if projection.twice:
+            latent = torch.cat([latent, down.weight.to(latent)], 1)
         dtype = torch.promote_types(torch.promote_types(latent.dtype, up.weight.dtype), torch.float32)
-        weight = up.weight.to(dtype) @ latent.to(dtype)
+        weight = up.weight.to(dtype) @ latent.flatten(0, 1).to(dtype)
         if projection.scale is not None:
             weight = weight * getattr(self.module, projection.scale, 1.0)
         if projection.shared is not None:
-            shared = self._split(projection.shared, read).weight.to(dtype)
+            shared = self._split(projection.shared, read).weight
+            shared = fold_gain(self.name, shared, self._norm(projection.shared_norm), read.parameters).to(dtype)
             weight = torch.cat([weight, shared.expand(weight.shape[0], -1, -1)], 1)
         # What a norm or a scale makes of biases is left aside: nobody reads those of a product.
         return HeadTensors(weight, None)
@@ -216,15 +267,20 @@ class AttentionLayer:
     def _rows(self, piece: Projection, read: _Read) -> LinearTensors:
         """A whole linear map, one row per output channel: views."""
         if piece.is_parameter:
-            held, added = (weight_of(self.module, piece, name) for name in (piece.weight, piece.bias))
+            held, added = (weight_of(self.holding, piece, name) for name in (piece.weight, piece.bias))
             assert held is not None, "asked only of projections that the layer has"
             weight, bias = read.parameters[held], None if added is None else read.parameters[added]
             weight = weight.flatten(1) if piece.transposed else weight.flatten(0, -2)
             bias = None if bias is None else bias.flatten()
         else:
-            weight, bias = read.linears[self.module.get_submodule(piece.module)]
+            weight, bias = read.linears[self.holding.get_submodule(piece.module)]
             weight = weight.flatten(1)  # a convolution of one token has dimensions of size 1 behind
-        return LinearTensors(weight.mT if piece.transposed else weight, bias)
+        weight = weight.mT if piece.transposed else weight
+        if (norm := self._norm(piece.batch_norm)) is not None:
+            # What the norm makes of the bias is left aside: no part of W_qk.
+            gain = batch_norm_gain(norm, read.parameters)
+            weight, bias = weight.to(torch.promote_types(weight.dtype, gain.dtype)) * gain.unsqueeze(1), None
+        return LinearTensors(weight, bias)
 
     def _split(self, piece: Projection, read: _Read) -> HeadTensors:
         weight, bias = self._rows(piece, read)

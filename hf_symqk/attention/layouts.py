@@ -6,8 +6,11 @@ Shape legend: `D` width of the input, `H` query heads, `G` key/value heads (`H %
 rows of a projection. A weight is read as `(O, D)`, one row per output channel, a bias as `(O,)`.
 """
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.metadata import entry_points
+from types import ModuleType
 
 from torch import Tensor
 
@@ -15,10 +18,12 @@ from .rows import RowSelector
 
 
 __all__ = [
+    "ENTRY_POINTS",
     "ComposedProjection",
     "LearnedScale",
     "Projection",
     "QKLayout",
+    "is_built_in",
     "layouts",
     "register_qk_layout",
     "unregister_qk_layout",
@@ -42,6 +47,9 @@ class Projection:
             more dimensions, the input's width first (`transposed`) or last.
         bias (`str`, *optional*, defaults to `"bias"`):
             Name of the bias, where there is one.
+        batch_norm (`str`, *optional*):
+            Submodule that normalises each output row over the batch. Its gain and running variance, which outside of
+            training make it a fixed factor a row, are folded in when scoring.
     """
 
     module: str
@@ -49,6 +57,7 @@ class Projection:
     transposed: bool = False
     weight: str = "weight"
     bias: str = "bias"
+    batch_norm: str | None = None
 
     @property
     def pieces(self) -> "tuple[Projection, ...]":
@@ -80,6 +89,10 @@ class ComposedProjection:
         shared ([`Projection`], *optional*): Rows of the first one that all heads have as their last channels.
         scale (`str`, *optional*): Attribute of the attention module, where it has one, that multiplies the product
             (but not the shared rows).
+        shared_norm (`str`, *optional*): Submodule that normalises the shared rows; its learned gain is folded in.
+        twice (`bool`, *optional*, defaults to `False`): `True` where the second one reads what the first one gives
+            twice, side by side: normalised, and as it is. The forms leave out what the norm does besides its gain, so
+            both count alike.
     """
 
     down: Projection
@@ -87,6 +100,13 @@ class ComposedProjection:
     norm: str | None = None
     shared: Projection | None = None
     scale: str | None = None
+    shared_norm: str | None = None
+    twice: bool = False
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Names of the norms in it."""
+        return tuple(norm for norm in (self.norm, self.shared_norm) if norm is not None)
 
     @property
     def pieces(self) -> tuple[Projection, ...]:
@@ -122,6 +142,7 @@ class QKLayout:
     model_types: frozenset[str] | None = None
     query_scale: LearnedScale | None = None
     file_types: frozenset[str] | None = None
+    num_heads: int | str | None = None
 
     @property
     def pieces(self) -> tuple[Projection, ...]:
@@ -129,10 +150,21 @@ class QKLayout:
         return (*self.query.pieces, *self.key.pieces)
 
     @property
+    def lendable(self) -> tuple[Projection, ...]:
+        """What other layers may borrow of the key: all of it, or the latent that each expands for itself."""
+        return self.key.pieces[:-1] if isinstance(self.key, ComposedProjection) else self.key.pieces
+
+    @property
+    def lent_norms(self) -> tuple[str, ...]:
+        """Names of the norms that come with what is lent."""
+        inner = self.key.norm if isinstance(self.key, ComposedProjection) else None
+        return self.key_norms if inner is None else (*self.key_norms, inner)
+
+    @property
     def inner_norms(self) -> tuple[str, ...]:
         """Names of the norms between the linear maps of composed projections."""
         composed = [part for part in (self.query, self.key) if isinstance(part, ComposedProjection)]
-        return tuple(part.norm for part in composed if part.norm)
+        return tuple(norm for part in composed for norm in part.norms)
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -146,7 +178,10 @@ class QKLayout:
         return (*(piece.path for piece in self.pieces if piece.is_parameter), *scale)
 
 
+ENTRY_POINTS = "hf_symqk.layouts"  # group in which other packages name what registers their layouts
+
 _LAYOUTS: dict[str, QKLayout] = {}
+_loaded: set[str] = set()
 
 
 def register_qk_layout(
@@ -160,10 +195,21 @@ def register_qk_layout(
     model_types: Iterable[str] | None = None,
     query_scale: LearnedScale | None = None,
     file_types: Iterable[str] | None = None,
+    num_heads: int | str | None = None,
 ) -> QKLayout:
     """
     Adds a layout to the table: finding, scoring and initialisation then know it. Layouts registered later are tried
     first, so that an own layout wins over a built-in one of the same module names.
+
+    A model with remote code is served the same way: its modules are matched by the names of their projections, and by
+    `config.model_type` where `model_types` are given; nothing of it is imported. A package that brings its layouts
+    along names what registers them as an entry point, which is loaded when the table is first read; layouts that were
+    registered by hand still win over those:
+
+    ```toml
+    [project.entry-points."hf_symqk.layouts"]
+    my_model = "my_package.layouts:register"  # a function of no arguments, or a module that registers on import
+    ```
 
     Args:
         name (`str`):
@@ -187,6 +233,9 @@ def register_qk_layout(
         file_types (`Iterable[str]`, *optional*):
             Model types whose config and files tell all that the layout needs of a module (head counts, fixed factors),
             where only some do: checkpoints of others are refused, live models are not. By default, all.
+        num_heads (`int` or `str`, *optional*):
+            Number of query heads, where neither module nor config has it under a name that Transformers uses: the
+            number itself, or the dotted path of an attribute in the attention module.
 
     Returns:
         [`QKLayout`]: The new entry.
@@ -212,8 +261,9 @@ def register_qk_layout(
     if name in _LAYOUTS:
         raise ValueError(f"A layout named {name!r} is registered already; choose another name or unregister it first.")
     types, in_files = (None if given is None else frozenset(given) for given in (model_types, file_types))
-    _LAYOUTS[name] = QKLayout(name, query, key, value, query_norms, key_norms, types, query_scale, in_files)
-    return _LAYOUTS[name]
+    entry = QKLayout(name, query, key, value, query_norms, key_norms, types, query_scale, in_files, num_heads)
+    _LAYOUTS[name] = entry
+    return entry
 
 
 def unregister_qk_layout(name: str) -> None:
@@ -226,13 +276,53 @@ def unregister_qk_layout(name: str) -> None:
     Raises:
         KeyError: if there is no such layout.
     """
+    _load_entry_points()
     del _LAYOUTS[name]
 
 
 def layouts() -> list[QKLayout]:
-    """The table, in the order in which layouts are tried (last registered first)."""
+    """
+    The table, in the order in which layouts are tried (last registered first). The first call loads the entry points
+    of other packages; one that fails is left out with a warning.
+    """
+    _load_entry_points()
     return list(reversed(_LAYOUTS.values()))
+
+
+def is_built_in(layout: QKLayout) -> bool:
+    """Whether an entry came with the package; one of the same name that somebody else registered did not."""
+    return _BUILT_IN.get(layout.name) is layout
+
+
+def _load_entry_points() -> None:
+    """Registers the layouts of other packages, once. What was registered by hand before stays ahead of them."""
+    if _loaded:
+        return
+    _loaded.add(ENTRY_POINTS)  # before loading, since what is loaded may read the table itself
+    for point in entry_points(group=ENTRY_POINTS):
+        before = dict(_LAYOUTS)
+        try:
+            loaded = point.load()
+            if not isinstance(loaded, ModuleType):
+                loaded()
+        except Exception as error:
+            # All of a package or nothing, so that no half of it reads a model wrongly.
+            _LAYOUTS.clear()
+            _LAYOUTS.update(before)
+            package = point.dist.name if point.dist is not None else point.value
+            warnings.warn(
+                f"The layouts of package {package!r} (entry point {point.name!r} = {point.value!r} of group "
+                f"{ENTRY_POINTS!r}) are left out: {type(error).__name__}: {error}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            continue
+        for name in before.keys() - _BUILT_IN:
+            _LAYOUTS[name] = _LAYOUTS.pop(name)
 
 
 # At the end, since it registers its entries with the functions above.
 from . import builtin_layouts  # noqa: E402, F401
+
+
+_BUILT_IN = dict(_LAYOUTS)  # before anybody else adds to it

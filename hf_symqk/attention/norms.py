@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from .tensors import full_shape
 
 
-__all__ = ["fold_gain"]
+__all__ = ["batch_norm_gain", "fold_gain"]
 
 
 def fold_gain(name: str, weight: Tensor, norm: nn.Module | None, whole: Mapping[nn.Parameter, Tensor]) -> Tensor:
@@ -40,6 +40,23 @@ def fold_gain(name: str, weight: Tensor, norm: nn.Module | None, whole: Mapping[
         )
     gains = whole[gain].to(torch.promote_types(gain.dtype, torch.float32)) + _gain_offset(name, norm)
     return weight.to(torch.promote_types(weight.dtype, torch.float32)) * gains.view(-1, head_dim, 1)
+
+
+def batch_norm_gain(norm: nn.Module, whole: Mapping[nn.Parameter, Tensor]) -> Tensor:
+    """
+    What a batch norm multiplies each channel by outside of training.
+
+    Args:
+        norm (`torch.nn.Module`): A batch norm of `O` channels.
+        whole (`Mapping[torch.nn.Parameter, torch.Tensor]`): Its parameters with their values.
+
+    Returns:
+        `torch.Tensor` of shape `(O,)`: Its gain over the root of its running variance, in fp32 or more.
+    """
+    assert isinstance(norm, nn.modules.batchnorm._NormBase), "said by the layout"
+    gain = torch.ones(norm.num_features) if norm.weight is None else whole[norm.weight]
+    gain = gain.to(torch.promote_types(gain.dtype, torch.float32))
+    return gain if norm.running_var is None else gain * (norm.running_var.to(gain) + norm.eps).rsqrt()
 
 
 def _gain_offset(name: str, norm: nn.Module) -> int:

@@ -2,22 +2,34 @@
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
-
-from .layer import AttentionLayer
+from typing import Any, ClassVar, Protocol, TypeVar
 
 
 __all__ = ["place_layers"]
 
 
-def place_layers(found: list[AttentionLayer]) -> list[AttentionLayer]:
+class _Found(Protocol):
+    """A layer before it is placed: a dataclass with `stack` and `index`."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+
+
+Layer = TypeVar("Layer", bound=_Found)
+
+
+def place_layers(found: list[Layer]) -> list[Layer]:
     """Names stacks and counts layers in them. Names do not depend on what is around: a head model has its base's."""
     found = sorted(found, key=_position)
     containers = {layer.name: _container(layer.name) for layer in found}
     # What has cross-attention alone (a pooling head, a resampler) leaves the names of the others as they are.
     own = list(dict.fromkeys(containers[layer.name] for layer in found if layer.kind == "self"))
     names = _stack_names(list(dict.fromkeys(containers.values()))) | _stack_names(own)
-    groups: dict[tuple[str, str], list[AttentionLayer]] = {}
+    groups: dict[tuple[str, str], list[Layer]] = {}
     for layer in found:
         groups.setdefault((names[containers[layer.name]], layer.kind), []).append(layer)
     places: dict[str, tuple[str, int]] = {}
@@ -32,7 +44,7 @@ def place_layers(found: list[AttentionLayer]) -> list[AttentionLayer]:
     return [replace(layer, stack=stack, index=index) for layer in found for stack, index in [places[layer.name]]]
 
 
-def _position(layer: AttentionLayer) -> tuple[Any, ...]:
+def _position(layer: _Found) -> tuple[Any, ...]:
     """Sorts by path with numbers as numbers, encoders before decoders, self- before cross-attention of one layer."""
     parts = [
         (0, int(part), "") if part.isdigit() else (1, part.startswith("decoder"), part)

@@ -10,7 +10,17 @@ from typing import Literal, NamedTuple, Protocol
 from torch import Tensor
 
 
-__all__ = ["GatedRows", "HeadRows", "HeadShape", "LatentRows", "Part", "RowSelector", "ShardedRows", "WholeRows"]
+__all__ = [
+    "GatedRows",
+    "HeadRows",
+    "HeadShape",
+    "LatentRows",
+    "Part",
+    "PerHeadRows",
+    "RowSelector",
+    "ShardedRows",
+    "WholeRows",
+]
 
 Part = Literal["query", "key", "value"]
 
@@ -101,6 +111,31 @@ class GatedRows:
 
     def select(self, rows: Tensor, heads: HeadShape) -> Tensor:
         return rows.unflatten(0, (heads.num_attention_heads, 2, heads.head_dim))[:, 0]
+
+
+@dataclass(frozen=True)
+class PerHeadRows:
+    """
+    Rows of one part in a projection that holds, head by head, parts of the head's width and then a rest of another
+    (`[q0 k0 v0 q1 k1 v1 …]` with values of any width, `[q0 g0 q1 g1 …]` with gates of any width).
+
+    Args:
+        position (`int`, *optional*, defaults to 0): How many parts of width `E` stand before this one in a head.
+    """
+
+    position: int = 0
+
+    def __str__(self) -> str:
+        return f"part {self.position + 1} of each head"
+
+    def fits(self, number: int, heads: HeadShape) -> bool:
+        each, rest = divmod(number, heads.num_attention_heads)
+        even = rest == 0 and heads.num_attention_heads == heads.num_key_value_heads
+        return even and each > (self.position + 1) * heads.head_dim
+
+    def select(self, rows: Tensor, heads: HeadShape) -> Tensor:
+        rows = rows.unflatten(0, (heads.num_attention_heads, -1))
+        return rows.narrow(1, self.position * heads.head_dim, heads.head_dim)
 
 
 @dataclass(frozen=True)

@@ -1,31 +1,54 @@
-"""Choosing attention layers by kind and by index, with one error for a choice that the model does not have."""
+"""
+Choosing attention layers by kind, side, direction and index, with one error for a choice that the model does not have.
+"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol, TypeVar
 
 
-__all__ = ["ATTENTION_KINDS", "AttentionKind", "LayerChoice", "PlacedLayer", "select_layers"]
+__all__ = ["ATTENTION_KINDS", "AttentionKind", "LayerChoice", "PlacedLayer", "describe_kind", "select_layers"]
 
-AttentionKind = Literal["self", "cross", "all"]
-ATTENTION_KINDS: tuple[AttentionKind, ...] = ("self", "cross", "all")
+AttentionKind = Literal["self", "cross", "all", "encoder", "decoder", "bidirectional", "causal"]
 LayerChoice = Sequence[int] | Mapping[str, Sequence[int]]
 
 
-class PlacedLayer(Protocol):
-    """A layer that knows where it stands."""
+class KnownKind(Protocol):
+    """A layer that knows what it is."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def role(self) -> str | None: ...
+    @property
+    def causal(self) -> bool | None: ...
+
+
+class PlacedLayer(KnownKind, Protocol):
+    """A layer that knows where it stands, and whose keys it reads."""
 
     @property
     def stack(self) -> str: ...
     @property
     def index(self) -> int: ...
     @property
-    def kind(self) -> str: ...
+    def key_source(self) -> str: ...
 
 
 class _Readable(PlacedLayer, Protocol):
     @property
     def problem(self) -> str | None: ...
 
+
+_CHOICES: dict[AttentionKind, Callable[[PlacedLayer], bool]] = {
+    "self": lambda layer: layer.kind == "self",
+    "cross": lambda layer: layer.kind == "cross",
+    "all": lambda layer: True,
+    "encoder": lambda layer: layer.kind == "self" and layer.role == "encoder",
+    "decoder": lambda layer: layer.kind == "self" and layer.role == "decoder",
+    "bidirectional": lambda layer: layer.kind == "self" and layer.causal is False,
+    "causal": lambda layer: layer.kind == "self" and layer.causal is True,
+}
+ATTENTION_KINDS: tuple[AttentionKind, ...] = tuple(_CHOICES)
 
 Selectable = TypeVar("Selectable", bound=_Readable)
 
@@ -43,7 +66,8 @@ def select_layers(
             Layer indices, counted within each stack; a sequence holds for every stack of the model, a mapping names
             the stacks (`{"encoder": [0, 1]}`). All layers by default.
         attention (`str`, *optional*, defaults to `"self"`):
-            `"self"`, `"cross"` or `"all"`.
+            `"self"`, `"cross"` or `"all"`; or self-attention of one side or direction alone: `"encoder"`, `"decoder"`,
+            `"bidirectional"` or `"causal"`.
 
     Returns:
         `list[AttentionLayer]`: The chosen layers, in their order, never empty.
@@ -54,15 +78,30 @@ def select_layers(
     """
     if attention not in ATTENTION_KINDS:
         raise ValueError(f"`attention` must be one of {', '.join(map(repr, ATTENTION_KINDS))}, got {attention!r}.")
-    candidates = [layer for layer in found if attention in ("all", layer.kind)]
+    candidates = [layer for layer in found if _CHOICES[attention](layer)]
     if not candidates:
-        kinds = sorted({layer.kind for layer in found})
-        raise ValueError(f"The model has no {attention}-attention layer (`attention={attention!r}`), only {kinds}.")
+        kinds = ", ".join(dict.fromkeys(describe_kind(layer) for layer in found))
+        name = f"{attention}-attention" if attention in ("self", "cross") else f"{attention} self-attention"
+        raise ValueError(f"The model has no {name} layer (`attention={attention!r}`), only {kinds}.")
     chosen = candidates if layers is None else _by_index(candidates, layers)
     for layer in chosen:
         if layer.problem is not None:
             raise ValueError(f"{layer.problem} Choose other layers with `layers` to go without this one.")
     return chosen
+
+
+def describe_kind(layer: KnownKind) -> str:
+    """
+    Kind, side and direction of a layer in a few words.
+
+    Args:
+        layer (`KnownKind`): The layer, or its scores.
+
+    Returns:
+        `str`: As in `"causal self-attention (decoder)"`; what is not known is left out.
+    """
+    direction = {None: "", True: "causal ", False: "bidirectional "}[layer.causal if layer.kind == "self" else None]
+    return f"{direction}{layer.kind}-attention" + (f" ({layer.role})" if layer.role else "")
 
 
 def _by_index(candidates: list[Selectable], layers: LayerChoice) -> list[Selectable]:

@@ -67,6 +67,9 @@ def linear_shape(holder: nn.Module) -> torch.Size | None:
     Raises:
         ValueError: if the module is sharded by FSDP1, which tells no shapes of its parts.
     """
+    weight = holder._parameters.get("weight") if type(holder) is nn.Linear else None
+    if type(weight) is nn.Parameter and not hasattr(weight, "ds_shape") and not hasattr(weight, "_fsdp_flattened"):
+        return weight.shape  # by far the most, at a glance
     return _storage(holder).shape(holder)
 
 
@@ -118,7 +121,8 @@ def storage_name(holder: nn.Module) -> str:
         holder (`torch.nn.Module`): The linear map.
 
     Returns:
-        `str`: `"plain"` (which alone can be written), `"PEFT adapter"`, `"bitsandbytes"`, `"torchao"` or `"packed"`.
+        `str`: `"plain"` (which alone can be written), `"PEFT adapter"`, `"bitsandbytes"`, `"torchao"`,
+        `"convolution in groups"` or `"packed"`.
     """
     return _storage(holder).name
 
@@ -228,8 +232,8 @@ def _plain_shape(holder: nn.Module) -> torch.Size | None:
     if getattr(weight, "_fsdp_flattened", False):
         raise ValueError(_FSDP1)
     shape = full_shape(weight)
-    if len(shape) > 2 and isinstance(holder, nn.Conv1d | nn.Conv2d) and holder.groups == 1 and shape[2:].numel() == 1:
-        return shape[:2]  # a convolution of one token
+    if len(shape) > 2 and isinstance(holder, nn.Conv1d | nn.Conv2d) and shape[2:].numel() == 1:
+        return torch.Size((shape[0], shape[1] * holder.groups))  # a convolution of one token
     return shape if len(shape) == 2 else None
 
 
@@ -256,6 +260,18 @@ def refuse_fsdp1(module: nn.Module) -> None:
 def _read_plain(holder: nn.Module, whole: Whole) -> LinearTensors:
     weight: Any = _held(holder, "weight")
     return LinearTensors(whole.get(weight, weight.detach()), _bias(holder, whole))
+
+
+# A convolution of one token in groups of channels (SqueezeBERT), whose matrix is block-diagonal.
+
+
+def _is_grouped(holder: nn.Module) -> bool:
+    return isinstance(holder, nn.Conv1d | nn.Conv2d) and holder.groups > 1 and _is_plain(holder)
+
+
+def _read_grouped(holder: Any, whole: Whole) -> LinearTensors:
+    weight, bias = _read_plain(holder, whole)
+    return LinearTensors(torch.block_diag(*weight.flatten(1).chunk(holder.groups)), bias)
 
 
 # Adapters: LoRA and DoRA as base + scaling · B A, without merging.
@@ -352,6 +368,7 @@ _STORAGES = (
     _Storage("PEFT adapter", _is_adapted, _adapted_shape, _read_adapted),
     _Storage("bitsandbytes", _is_bitsandbytes, _out_in, _read_bitsandbytes),
     _Storage("torchao", _is_torchao, _plain_shape, _read_torchao),
+    _Storage("convolution in groups", _is_grouped, _plain_shape, _read_grouped),
     _Storage("plain", _is_plain, _plain_shape, _read_plain),
     _Storage("packed", lambda holder: True, _packed_shape, _read_packed),
 )

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
-from ..attention import CROSS_ATTENTION, layouts
+from ..attention import CROSS_ATTENTION, borrowed_from, layouts
+from .counts import length_of
 from .sections import section_of
 
 
@@ -14,6 +15,8 @@ __all__ = ["beyond_the_model", "require_complete"]
 
 # Layers that predict further tokens are saved with a model and not loaded with it.
 _PREDICTS_FURTHER = re.compile(r"(^|\.)mtp(\.|_)")
+# A list of layers and a number in it, from the left.
+_IN_A_LIST = re.compile(r"(?:(.*?)\.)?(\d+)(?:\.(.*))?$")
 _FURTHER_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 
 
@@ -31,12 +34,13 @@ class _Stack(NamedTuple):
 def _stacks(paths: Iterable[str], config: PreTrainedConfig) -> dict[str, _Stack]:
     stacks: dict[str, _Stack] = {}
     for path in paths:
-        found = re.match(r"(?:(.*?)\.)?(\d+)(?:\.(.*))?$", path)
+        found = _IN_A_LIST.match(path)
         if found is None:
             continue
         name = found[1] or ""
         if name not in stacks:
-            stacks[name] = _Stack({}, section_of(config, name).num_hidden_layers or 0)
+            said = length_of(config, name)
+            stacks[name] = _Stack({}, (section_of(config, name).num_hidden_layers if said is None else said) or 0)
         stacks[name].layers.setdefault(int(found[2]), set()).add(found[3] or "")
     return stacks
 
@@ -90,7 +94,7 @@ def require_complete(paths: Iterable[str], attention: Mapping[str, set[str]], co
     }
     for name, stack in sorted(stacks.items()):
         _require_numbers(name, stack, stacks)
-        _require_alike(name, stack)
+        _require_alike(name, stack, config)
 
 
 def _require_numbers(name: str, stack: _Stack, stacks: Mapping[str, _Stack]) -> None:
@@ -106,29 +110,47 @@ def _require_numbers(name: str, stack: _Stack, stacks: Mapping[str, _Stack]) -> 
         )
 
 
-def _require_alike(name: str, stack: _Stack) -> None:
+def _require_alike(name: str, stack: _Stack, config: PreTrainedConfig) -> None:
     """A layer of another kind has something else instead; one that only lacks something is broken."""
-    kinds: dict[frozenset[str], int] = {}
+    kinds: dict[tuple[frozenset[str], frozenset[str]], int] = {}
     for number, modules in stack.layers.items():
-        kinds.setdefault(frozenset(modules), number)
-    parts = {kind: {path for path in kind if _is_part(path)} for kind in kinds}
-    for kind, number in kinds.items():
-        for other, sibling in kinds.items():
-            missing = sorted(path for path in parts[other] - parts[kind] if not _may_be_absent(path, kind))
+        kinds.setdefault((frozenset(modules), _borrowed(_numbered(name, number), modules, config)), number)
+    parts = {modules: {path for path in modules if _is_part(path)} for modules, _ in kinds}
+    for (kind, borrowed), number in kinds.items():
+        for (other, _), sibling in kinds.items():
+            missing = sorted(path for path in parts[other] - parts[kind] - borrowed if not _may_be_absent(path, kind))
             if missing and kind < other:
-                layer = f"{name}.{number}" if name else str(number)
                 raise ValueError(
-                    f"no tensor of {layer}.{missing[0]}, which its sibling layer {sibling} has. Download the "
-                    "checkpoint again, unless the layer borrows it from another one, which is not known here."
+                    f"no tensor of {_numbered(name, number)}.{missing[0]}, which its sibling layer {sibling} has. "
+                    "Download the checkpoint again, unless the layer borrows it from another one, which is not known "
+                    "here."
                 )
 
 
-def _may_be_absent(path: str, modules: frozenset[str]) -> bool:
-    """Only some layers may have cross-attention at all."""
-    attention = path.rpartition(".")[0]
-    return CROSS_ATTENTION.search(attention) is not None and not any(
-        other.startswith(f"{attention}.") for other in modules
+def _numbered(name: str, number: int) -> str:
+    return f"{name}.{number}" if name else str(number)
+
+
+def _borrowed(layer: str, modules: Iterable[str], config: PreTrainedConfig) -> frozenset[str]:
+    """Paths below a layer of what another layer lends it."""
+    names = {name for layout in layouts() for name in (*(piece.path for piece in layout.lendable), *layout.lent_norms)}
+    return frozenset(
+        f"{attention}.{name}"
+        for attention in {path.rpartition(".")[0] for path in modules}
+        if attention and borrowed_from(f"{layer}.{attention}", section_of(config, layer)) is not None
+        for name in names
     )
+
+
+def _may_be_absent(path: str, modules: frozenset[str]) -> bool:
+    """Only some layers may have cross-attention at all, and of stages one may have fewer layers than another."""
+    attention = path.rpartition(".")[0]
+    if CROSS_ATTENTION.search(attention) and not any(other.startswith(f"{attention}.") for other in modules):
+        return True
+    inner = _IN_A_LIST.match(path)
+    # Its own list ends before; a gap in it would be noticed.
+    numbers = [found for other in modules if inner and (found := _IN_A_LIST.match(other)) and found[1] == inner[1]]
+    return inner is not None and all(int(found[2]) < int(inner[2]) for found in numbers)
 
 
 def _is_part(path: str) -> bool:

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -19,7 +20,7 @@ from .layers import CheckpointLayer, Part, needs_of
 from .names import Place, places, split_key
 from .reading import Need, Reader
 from .sections import Section, read_config, section_of
-from .skeleton import Holder, attention_modules, is_norm, is_scale, join, query_key_holders
+from .skeleton import Holder, add_borrowers, attention_modules, is_norm, is_scale, join, query_key_holders
 from .sources import open_source
 from .weights import StoredTensor, WeightFiles, read_json
 
@@ -111,6 +112,7 @@ def _survey(
     for path in {path for paths in beyond.values() for path in paths}:
         del keys[path]
     attention = query_key_holders(set(keys))
+    add_borrowers(attention, set(keys), config)
     try:
         require_complete(keys, attention, config)
     except ValueError as error:
@@ -134,7 +136,7 @@ def _survey(
     return CheckpointSurvey(layers, left_out, config, where, files.num_parameters, reader)
 
 
-_Rows = tuple[int, int]  # which of how many equal parts of a tensor's rows
+_Rows = tuple[int, int, int]  # which of how many equal parts of a tensor's rows (see `Place`)
 
 
 def _keys_by_module(
@@ -149,7 +151,7 @@ def _keys_by_module(
             continue  # no part of W_qk, and perhaps in a file of its own
         if leaf in held:
             raise ValueError(f"{where}: {held[leaf][0]!r} and {key!r} are both {name!r} in the model.")
-        held[leaf] = (key, (rows[0], rows[1]))
+        held[leaf] = (key, (rows[0], rows[1], rows[2]))
     return keys
 
 
@@ -171,9 +173,7 @@ def _adapter(files: WeightFiles, settings: dict[str, Any], config: PreTrainedCon
     paths = {key: key.removeprefix(PREFIX) for key in files.files}
     stored = files.describe(files.files)
     found = places(paths.values(), config)
-    tensors = {
-        place.name: stored[key].rows(place.part, place.parts) for key, path in paths.items() for place in found[path]
-    }
+    tensors = {place.name: stored[key].rows(*place[1:]) for key, path in paths.items() for place in found[path]}
     return read_adapter(settings, tensors)
 
 
@@ -217,10 +217,11 @@ def _layer(
     dtype: torch.dtype | None,
 ) -> CheckpointLayer:
     layout = found.layout
-    paths = [join(found.name, name) for name in (*(piece.path for piece in layout.pieces), *layout.parameters)]
-    for alternatives in (layout.query_norms, layout.key_norms, *((norm,) for norm in layout.inner_norms)):
-        paths += [path for name in alternatives if (path := join(found.name, name)) in parts][:1]
+    paths = [path for _, path in found.paths()] + [join(found.name, name) for name in layout.parameters]
+    for owner, alternatives in found.norms():
+        paths += [path for name in alternatives if (path := join(owner, name)) in parts][:1]
     own = tuple(parts[path] for path in dict.fromkeys(paths))
+    found = replace(found, verified=found.verified and not _has_own_code(config))
     problem = next((part.form.problem for part in own if part.form and part.form.problem), None)
     section = section_of(config, found.name, {found.input_width("query")})
     if problem is None and section.problem is not None:
@@ -233,14 +234,20 @@ def _layer(
     problem = problem or found.problem or _disagreement(found, own[0], section, widths)
     needs: list[Need] = []
     for part in own if problem is None else ():
-        inside = [piece for piece in layout.pieces if join(found.name, piece.path) == part.path]
+        inside = [piece for piece, path in found.paths() if path == part.path]
         needs += needs_of(part, inside, found.heads)
     return CheckpointLayer(found, own, tuple(needs), reader, dtype, problem)
 
 
+def _has_own_code(config: PreTrainedConfig) -> bool:
+    """Whether the model runs code of its repository, of which nothing is proven whatever its model type is called."""
+    named = config.architectures or ()
+    return bool(getattr(config, "auto_map", None)) and not any(name in dir(transformers) for name in named)
+
+
 def _disagreement(found: AttentionLayer, query: Part, section: Section, widths: set[int]) -> str | None:
     """What the config says otherwise than the shapes."""
-    if found.kind != "self" or section.per_layer:
+    if found.kind != "self" or section.per_layer or isinstance(found.layout.num_heads, int):
         return None
     heads, said = found.heads, section.hidden_sizes
     tensor = next(iter((*query.needed, *query.added)))

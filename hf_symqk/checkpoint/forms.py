@@ -209,9 +209,12 @@ _UNKNOWN = _Rule("unknown", (), frozenset(), lambda stored: None, as_it_is)
 
 # --- problems -----------------------------------------------------------------------------------------------------
 
-# Beside a weight without changing it: the bias, and scales of what flows in and out.
+# Beside a weight without changing it: the bias, scales of what flows in and out, and what I-BERT works out of the
+# weight at every step.
 _FLOW = r"(input|output|act|activation|input_act(ivation)?|output_act(ivation)?|q|k|v|kv|prob|kv_cache)"
-_HARMLESS = rf"bias|{_FLOW}_(global_)?(scale|zero_point)(_inv|_ub)?|input_g_idx"
+_HARMLESS = (
+    rf"bias|{_FLOW}_(global_)?(scale|zero_point)(_inv|_ub)?|input_g_idx|(weight|bias)_integer|fc_scaling_factor"
+)
 
 # Forms that are not dequantised here, and the names that tell them; the first that fits is named.
 _FOREIGN = {

@@ -12,7 +12,6 @@ from ..attention import AttentionLayer, HeadShape, Projection, QKLayout
 from .adapter import AdapterPart
 from .forms import Form
 from .reading import Need, Reader
-from .skeleton import join
 from .weights import StoredTensor
 
 
@@ -109,12 +108,32 @@ class CheckpointLayer:
         return self.found.kind
 
     @property
+    def role(self) -> str | None:
+        return self.found.role
+
+    @property
+    def causal(self) -> bool | None:
+        return self.found.causal
+
+    @property
+    def key_source(self) -> str:
+        return self.found.key_source
+
+    @property
     def layout(self) -> QKLayout:
         return self.found.layout
 
     @property
     def heads(self) -> HeadShape:
         return self.found.heads
+
+    @property
+    def model_type(self) -> str | None:
+        return self.found.model_type
+
+    @property
+    def verified(self) -> bool:
+        return self.found.verified
 
     @property
     def read_once(self) -> bool:
@@ -150,13 +169,14 @@ class CheckpointLayer:
                 setattr(module, name, weight)
 
     def _is_transposed(self, part: Part) -> bool:
-        return any(piece.transposed for piece in self.layout.pieces if join(self.name, piece.path) == part.path)
+        return any(piece.transposed for piece, path in self.found.paths() if path == part.path)
 
     def _place(self, part: Part) -> tuple[nn.Module, str]:
         """The stand-in that takes the part's weight, and its name there."""
-        path = part.path.removeprefix(self.name).removeprefix(".")
+        lent = self.key_source and part.path.startswith(f"{self.key_source}.")
+        path = part.path.removeprefix(self.key_source if lent else self.name).removeprefix(".")
         module, _, name = path.rpartition(".") if part.is_parameter else (path, "", "weight")
-        return self.found.module.get_submodule(module), name
+        return self.found.holding.get_submodule(module), name
 
 
 def needs_of(part: Part, projections: list[Projection], heads: HeadShape) -> list[Need]:

@@ -5,7 +5,7 @@ import warnings
 
 import torch
 
-from ..attention import AttentionKind, LayerChoice, select_layers
+from ..attention import AttentionKind, LayerChoice, describe_unverified, select_layers
 from ..scores import QKScores
 from ..scoring import model_family, score_layers, undefined_layers
 from .finding import find_checkpoint_layers
@@ -29,9 +29,9 @@ def score_checkpoint(
 ) -> QKScores:
     """
     Scores W_qk of every attention layer of a checkpoint from its files, reading W_q and W_k only. What
-    [`score_model`] gives for the loaded model comes out, exactly, but no model is built, no code of the repository is
-    run, and one layer's weights are held at a time (the next ones are read ahead within what it takes in fp32, or
-    64 MiB).
+    [`score_model`] gives for the loaded model comes out, exactly (but for the last digits where loading reorders the
+    channels of heads for another rotary embedding), but no model is built, no code of the repository is run, and one
+    layer's weights are held at a time (the next ones are read ahead within what it takes in fp32, or 64 MiB).
 
     Files are taken from a folder, else from the local Hub cache, else from the Hub, of which only the ranges that hold
     W_q and W_k are fetched. `pytorch_model.bin` cannot be read in part: it is downloaded as a whole.
@@ -51,7 +51,8 @@ def score_checkpoint(
         layers (`Sequence[int]` or `Mapping[str, Sequence[int]]`, *optional*):
             Indices of the layers to score, for every stack or per stack name; all by default. Others are not read.
         attention (`str`, *optional*, defaults to `"self"`):
-            `"self"`, `"cross"` or `"all"`.
+            `"self"`, `"cross"` or `"all"`; or self-attention of one side or direction alone: `"encoder"`, `"decoder"`,
+            `"bidirectional"` or `"causal"`.
         heads (`bool`, *optional*, defaults to `True`):
             Whether each head is scored too.
         gamma (`float`, *optional*, defaults to 2.0):
@@ -103,6 +104,6 @@ def score_checkpoint(
         num_parameters=survey.num_parameters,
         skipped=tuple(line.strip() for line in survey.left_out),
     )
-    if undefined := undefined_layers(scores):
-        warnings.warn(undefined, RuntimeWarning, stacklevel=2)
+    for text in filter(None, (undefined_layers(scores), describe_unverified(chosen))):
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
     return scores

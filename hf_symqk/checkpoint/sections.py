@@ -1,18 +1,19 @@
 """Which part of a `config.json` speaks for a module, told from the module's path alone: no model is built."""
 
 from collections.abc import Container, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..attention import HEAD_DIM, NUM_HEADS, NUM_KEY_VALUE_HEADS, value_of
+from .counts import counts_of
 from .sources import Source
 from .weights import read_json
 
 
-__all__ = ["Section", "read_config", "section_of", "speaks_for", "sub_configs"]
+__all__ = ["Section", "parts_speaking_for", "read_config", "section_of", "sub_configs"]
 
 # Words by which paths and configs call one modality.
 _SYNONYMS = (
@@ -20,6 +21,8 @@ _SYNONYMS = (
     {"vision", "visual", "image", "img", "vit", "video"},
     {"audio", "speech", "sound"},
 )
+# Parts of models that hold what configs call otherwise: MaskFormer and its kin.
+_HOUSES = {"pixel_level_module": "backbone"}
 _SIDES = ("encoder", "decoder")
 # With what stands before them where encoder and decoder count apart (`encoder_attention_heads`).
 _HEADS = (*NUM_HEADS, "attention_heads", "self_attention_heads")
@@ -33,7 +36,7 @@ _NAMES = (_HEADS, _KEY_VALUE_HEADS, HEAD_DIM, _WIDTH, _LAYERS)
 class Section:
     """
     What a config says of the attention modules under a path, under the names that [`survey_modules`] looks for;
-    `per_layer` where it says it of each layer apart.
+    `per_layer` where it says it of each layer apart; `said_by` is the part of the config that says it.
     """
 
     model_type: str | None
@@ -45,6 +48,7 @@ class Section:
     per_layer: bool = False
     qk_rope_head_dim: int | None = None
     problem: str | None = None
+    said_by: PreTrainedConfig | None = field(default=None, compare=False, repr=False)
 
 
 def read_config(source: Source, file: str) -> PreTrainedConfig:
@@ -94,6 +98,15 @@ def sub_configs(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
     return {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
 
 
+def parts_speaking_for(config: PreTrainedConfig, part: str) -> list[PreTrainedConfig]:
+    """The configs inside a config that are named after one component of a path, the best first."""
+    house = _HOUSES.get(part, part)
+    subs = {name: sub for name, sub in sub_configs(config).items() if speaks_for(name, house)}
+    # A `text_backbone` is described by the text's config.
+    order = sorted(subs, key=lambda name: (_nearness(name, house), not name.startswith("backbone")), reverse=True)
+    return [subs[name] for name in order]
+
+
 def section_of(config: PreTrainedConfig, path: str, widths: Container[int] | None = None) -> Section:
     """
     Finds what a config says of the module at a path.
@@ -108,8 +121,12 @@ def section_of(config: PreTrainedConfig, path: str, widths: Container[int] | Non
         [`Section`]: With `problem` set where several parts of the config could be meant.
     """
     parts = path.split(".")
+    for own in _with_parts(config) if widths is not None else ():
+        if (counts := counts_of(own, path)) is not None:
+            kind = getattr(own, "model_type", None)
+            return Section(kind, *counts, hidden_sizes=(), num_hidden_layers=None, per_layer=True)
     for part in parts:
-        named = [sub for name, sub in sub_configs(config).items() if speaks_for(name, part)]
+        named = parts_speaking_for(config, part)
         # Part of the whole may be called after what it attends to, and be described by the whole's config.
         config = next((sub for sub in named if any(_first(part, _HEADS) for part in _with_parts(sub))), config)
     whole = _section(config, parts)
@@ -159,7 +176,7 @@ def _section(config: PreTrainedConfig, parts: list[str]) -> Section:
         layers = None  # layers that share weights (ALBERT) are fewer in the file
     shared = _first(config, ("qk_rope_head_dim",), number)
     kind = getattr(config, "model_type", None)
-    return Section(kind, heads, groups, head_dim, tuple(widths), layers, per_layer, shared)
+    return Section(kind, heads, groups, head_dim, tuple(widths), layers, per_layer, shared, said_by=config)
 
 
 def _of_side(name: str, side: str) -> tuple[str, ...]:
@@ -167,9 +184,17 @@ def _of_side(name: str, side: str) -> tuple[str, ...]:
     return (f"{side}_{name}", name.replace("num_", f"num_{side}_")) if "num_" in name else (f"{side}_{name}",)
 
 
+def _layer_config(config: PreTrainedConfig, number: int) -> Any:
+    """What a config says of one layer alone (Gemma 4), `None` where it does not."""
+    own = value_of(config, "per_layer_config")
+    return own[number] if own and number < len(own) else None
+
+
 def _first(config: PreTrainedConfig, names: tuple[str, ...], number: int = 0) -> int | None:
     for name in names:
         value = value_of(config, name)
+        if value is None:
+            value = value_of(_layer_config(config, number), name)
         if isinstance(value, list | tuple) and number < len(value):
             value = value[number]  # one value a layer, or a stage of layers
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -181,6 +206,12 @@ def _with_parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     yield config
     for sub in sub_configs(config).values():
         yield from _with_parts(sub)
+
+
+def _nearness(name: str, part: str) -> tuple[bool, bool]:
+    """Of several configs that share a word with a part of a path: the same name, then the same side, come first."""
+    stem = name.removesuffix("_config")
+    return stem == part, any(side in stem.split("_") and side in part.split("_") for side in _SIDES)
 
 
 def speaks_for(name: str, part: str) -> bool:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from ..attention import LOOKS_LIKE_ATTENTION, layouts
+from ..attention import LOOKS_LIKE_ATTENTION, borrowed_from, layouts
 from .sections import Section, section_of
 
 
-__all__ = ["Holder", "attention_modules", "is_norm", "is_scale", "join", "query_key_holders"]
+__all__ = ["Holder", "add_borrowers", "attention_modules", "is_norm", "is_scale", "join", "query_key_holders"]
 
 # Query and key norms of these model types multiply by 1 + weight; files do not say so.
 _NORMS_AROUND_ONE = re.compile(
@@ -52,6 +52,24 @@ def query_key_holders(paths: set[str]) -> dict[str, set[str]]:
             inside = {join(parent, name) for name in (*projections, *layout.norms, *layout.parameters)}
             found.setdefault(parent, set()).update(inside & paths)
     return found
+
+
+def add_borrowers(attention: dict[str, set[str]], paths: set[str], config: PreTrainedConfig) -> None:
+    """
+    Adds attention modules that read the keys of another one, so that they have none in the files, or some that no
+    forward reads.
+
+    Args:
+        attention (`dict[str, set[str]]`): What [`query_key_holders`] found; changed in place.
+        paths (`set[str]`): Paths of the modules that hold tensors.
+        config (`PreTrainedConfig`): The checkpoint's config.
+    """
+    lenders = {name: {path.removeprefix(f"{name}.") for path in inside} for name, inside in attention.items()}
+    for path in {path.rpartition(".")[0] for path in paths}:
+        if LOOKS_LIKE_ATTENTION.search(path.rpartition(".")[2]):
+            names = lenders.get(borrowed_from(path, section_of(config, path)) or "", set())
+            if inside := {join(path, name) for name in names} & paths:
+                attention[path] = inside
 
 
 def _holders_of(ends: Mapping[str, list[str]], name: str) -> set[str]:

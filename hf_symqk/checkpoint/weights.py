@@ -61,15 +61,16 @@ class StoredTensor:
     start: int = 0
     tensor: Tensor | None = None
 
-    def rows(self, part: int, parts: int) -> "StoredTensor":
-        """One of several equal parts of the rows, as a tensor of its own."""
+    def rows(self, first: int, last: int, parts: int) -> "StoredTensor":
+        """Some of several equal parts of the rows, `first` to `last`, as a tensor of its own."""
         if parts == 1:
             return self
         if not self.shape or self.shape[0] % parts:
             raise ValueError(f"{self.source.name}: {self.key!r} in {self.file} has {self.shape}, not {parts} parts.")
-        shape = (self.shape[0] // parts, *self.shape[1:])
-        mapped = None if self.tensor is None else self.tensor.chunk(parts)[part]
-        start = self.start + part * (self.nbytes // parts)
+        size = self.shape[0] // parts
+        shape = ((last - first) * size, *self.shape[1:])
+        mapped = None if self.tensor is None else self.tensor[first * size : last * size]
+        start = self.start + first * (self.nbytes // parts)
         return StoredTensor(self.key, self.source, self.file, self.dtype, shape, start, mapped)
 
     def as_matrix(self) -> "StoredTensor":

@@ -18,7 +18,7 @@ from rich.text import Text
 from .messages import say
 
 
-__all__ = ["Column", "Format", "Report", "check_writable", "choose_format", "write_report"]
+__all__ = ["Cell", "Column", "Format", "Report", "check_writable", "choose_format", "write_report"]
 
 _GAP = 2  # between columns, one of them the (blank) rule of the box
 Cell = str | int | float | tuple[float, ...] | None

@@ -2,10 +2,11 @@
 
 import math
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
+from ..attention import AttentionKind
 from ..checkpoint import score_checkpoint
 from ..scores import QKScores
 from .messages import failed, warnings_in_one_line, working
@@ -41,7 +42,8 @@ def scores(
         typer.Option(metavar="LAYERS", help="Only these: 0,1,2 or 0-5, per stack encoder:0,1;decoder:2."),
     ] = None,
     attention: Annotated[
-        Literal["self", "cross", "all"], typer.Option(metavar="KIND", help="self, cross or all.")
+        AttentionKind,
+        typer.Option(metavar="KIND", help="self, cross, all, encoder, decoder, bidirectional or causal."),
     ] = "self",
     gamma: Annotated[
         float, typer.Option(metavar="NUMBER", help="Row norms count beyond mean + gamma * std (directionality).")

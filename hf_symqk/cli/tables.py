@@ -7,8 +7,8 @@ from typing import Any
 import pandas as pd
 
 from ..history import COLUMNS
-from ..scores import METRICS, QKScores
-from .report import Column, Report
+from ..scores import METRICS, LayerScores, QKScores
+from .report import Cell, Column, Report
 from .targets import Target
 
 
@@ -33,7 +33,7 @@ def model_report(scores: QKScores, *, heads: bool) -> Report:
         [`Report`]
     """
     data = _head_table(scores) if heads else _layer_table(scores)
-    columns = _place_columns(data)
+    columns = [*_place_columns(data), *_kind_columns(scores, data)]
     for metric in _SCORES:
         columns.append(Column(metric, data[metric].tolist(), _score))
         if not heads and any(getattr(layer, f"{metric}_null") for layer in scores.layers):
@@ -42,6 +42,7 @@ def model_report(scores: QKScores, *, heads: bool) -> Report:
     columns.append(Column("norm", data["frobenius_norm"].tolist(), _norm))
     if not heads:
         columns += _head_columns(data)
+    columns += _marks(data)
     return Report(tuple(columns), data, scores.to_dict(), tuple(_about(scores)), tuple(_skipped(scores)))
 
 
@@ -63,8 +64,10 @@ def models_report(scored: Scored, *, heads: bool) -> Report:
             *_place_columns(data),
             *(Column(metric, data[metric].tolist(), _score) for metric in _SCORES),
             Column("norm", data["frobenius_norm"].tolist(), _norm),
+            *_marks(data),
         ]
     else:
+        unverified = any(scores.unverified for _, scores in scored)
         skipped = any(scores.skipped for _, scores in scored)
         data = models_table(scored)
         columns = [
@@ -73,6 +76,7 @@ def models_report(scored: Scored, *, heads: bool) -> Report:
             Column("parameters", _blanks(data["parameters"]), _count),
             Column("layers", data["layers"].tolist(), _whole),
             *_quantile_columns(data),
+            *([Column("unverified", [len(s.unverified) or None for _, s in scored], _whole)] if unverified else []),
             *([Column("skipped", [len(scores.skipped) or None for _, scores in scored], _whole)] if skipped else []),
         ]
     lines = [f"{target.name}: {line}" for target, scores in scored for line in _skipped(scores)]
@@ -134,6 +138,7 @@ def models_table(scored: Scored) -> pd.DataFrame:
             "family": scores.family,
             "model_type": scores.model_type,
             **_summary(scores, None),
+            "unverified": len(scores.unverified),
             "skipped": "; ".join(_left_out(scores)),
         }
         for target, scores in scored
@@ -192,11 +197,30 @@ def _place_columns(data: pd.DataFrame) -> list[Column]:
     return columns
 
 
+def _kind_columns(scores: QKScores, data: pd.DataFrame) -> list[Column]:
+    """What each row is, where the layers are not all alike."""
+    kinds = {layer.name: _kind(layer) for layer in scores.layers}
+    if len(set(kinds.values())) < 2:
+        return []
+    return [Column("attention", [kinds[name] for name in data["name"]])]
+
+
+def _kind(layer: LayerScores) -> str:
+    direction = {True: "causal", False: "bidirectional", None: ""}[layer.causal]
+    return ", ".join(filter(None, (layer.role, "cross" if layer.kind == "cross" else direction)))
+
+
 def _head_columns(data: pd.DataFrame) -> list[Column]:
     columns = [Column("heads", data["num_heads"].tolist(), _whole)]
     if (data["num_key_value_heads"] != data["num_heads"]).any():
         columns.append(Column("key heads", data["num_key_value_heads"].tolist(), _whole))
     return columns
+
+
+def _marks(data: pd.DataFrame) -> list[Column]:
+    """Which rows are of layers that no forward pass has proven, where there are any."""
+    marks: list[Cell] = ["" if verified else "unverified" for verified in data["verified"]]
+    return [Column("", marks)] if any(marks) else []
 
 
 def _quantile_columns(data: pd.DataFrame) -> list[Column]:
@@ -237,7 +261,12 @@ def _about(scores: QKScores) -> list[str]:
 
 
 def _skipped(scores: QKScores) -> list[str]:
-    return [f"skipped: {line}" for line in _left_out(scores)]
+    lines = [f"skipped: {line}" for line in _left_out(scores)]
+    if unverified := scores.unverified:
+        some = f"{', '.join(unverified[:3])}{', …' if len(unverified) > 3 else ''}"
+        layers = "1 layer" if len(unverified) == 1 else f"{len(unverified)} layers"
+        lines.append(f"unverified: no forward pass has proven how W_q and W_k of {layers} are read: {some}")
+    return lines
 
 
 def _left_out(scores: QKScores) -> list[str]:

@@ -1,5 +1,7 @@
 """Finding W_q and W_k: proven by the model's own attention weights, not by our reading of its source."""
 
+import re
+
 import pytest
 import torch
 import transformers
@@ -329,5 +331,56 @@ def test_convolved_keys_are_left_out():
 def test_assignments_to_groups_are_left_out():
     """GroupViT's groups compete for tokens, all heads in one: no attention of a query over keys."""
     survey = survey_attention(build("groupvit_vision_model"))
-    assert not any("assign" in layer.name for layer in survey.layers)
-    assert any("assign" in line for line in survey.left_out)
+    assert not any(layer.name.endswith(".assign") for layer in survey.layers)
+    assert any(".assign" in line for line in survey.left_out)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("sam2_hiera_det_model", "each query is pooled from those of several tokens"),
+        ("florence_vision", "Florence2VisionChannelAttention .*: no softmax over products"),
+        ("inkling2_text", "k_proj.sconv mixes tokens"),
+        ("cvt", "convolution_projection_query mixes tokens"),
+        ("jetmoe", "queries are routed through experts"),
+        ("moshi_depth", "q_proj.linear holds several matrices"),
+        ("swiftformer", "Additive.*: no softmax over products"),
+        ("zaya", "conv_qk_depthwise mixes tokens"),
+        ("reformer", "queries and keys are hashed"),
+    ],
+)
+def test_what_no_layout_can_serve_is_left_out_with_the_reason(model_type, reason):
+    """Attention that has no W_q and W_k of single tokens is never a silent miss, even inside wrapping modules."""
+    with torch.device("meta"):
+        model = build(model_type, level=2 if model_type == "reformer" else 0)
+    try:
+        left_out = survey_attention(model).left_out
+    except ValueError as error:
+        left_out = str(error).splitlines()
+    assert any(re.search(reason, line) for line in left_out), left_out
+
+
+def test_attention_beside_that_has_no_conv_of_its_own_is_found():
+    """Nyströmformer convolves its values, GroupViT attends before it assigns: softmax attention all the same."""
+    assert len(survey_attention(build("nystromformer")).layers) == 2
+    names = [layer.name for layer in survey_attention(build("groupvit_vision_model")).layers]
+    assert any("pre_assign_attn" in name for name in names)
+
+
+def test_heads_of_a_stage_come_from_the_module():
+    """Each stage of Florence-2's tower has a number of heads of its own, which its config gives by lists."""
+    with torch.device("meta"):
+        model = build("florence_vision", level=1)
+    for layer in survey_attention(model).layers:
+        assert layer.heads.num_attention_heads == layer.module.num_heads
+    assert len({layer.input_width("query") for layer in survey_attention(model).layers}) > 1
+
+
+def test_batch_norms_and_groups_of_channels_cannot_be_written():
+    """What is read through a batch norm, or from a block-diagonal matrix, has no rows to write to; it says so."""
+    layer = find_attention_layers(build("levit"))[0]
+    with pytest.raises(ValueError, match=r"go through queries_keys_values.batch_norm.*not initialised"):
+        layer.tensors("query", "key", write=True).__enter__()
+    layer = find_attention_layers(build("squeezebert"))[0]
+    with pytest.raises(ValueError, match=r"Conv1d \(convolution in groups\) can be read but not written"):
+        layer.tensors("query", "key", write=True).__enter__()

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_symqk import find_attention_layers
-from hf_symqk.attention.probing import Call, ProbedAttention, ProbingError, probe_attention, probe_model
+from hf_symqk.attention.probed import probe_model
+from hf_symqk.attention.probing import Call, ProbedAttention, ProbingError, probe_attention
 
 
 D, H, E = 12, 3, 4
@@ -99,6 +100,14 @@ class Scaled(Toy):
         return F.scaled_dot_product_attention(query, key, key)
 
 
+class Unnamed(Toy):
+    """Leading dimensions without names, tokens before heads (LongT5)."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        query, key = (part(hidden).unflatten(-1, (H, E)) for part in (self.first, self.second))
+        return torch.einsum("...qhd,...khd->...hqk", query, key).softmax(-1)
+
+
 class Flat(Toy):
     """Heads in the batch dimension, a mask added in place."""
 
@@ -118,7 +127,14 @@ class WithPositions(Toy):
 
 @pytest.mark.parametrize(
     ("kind", "route"),
-    [(Toy, "matmul"), (Einsum, "matmul"), (Scaled, "sdpa"), (Flat, "matmul"), (WithPositions, "matmul")],
+    [
+        (Toy, "matmul"),
+        (Einsum, "matmul"),
+        (Unnamed, "matmul"),
+        (Scaled, "sdpa"),
+        (Flat, "matmul"),
+        (WithPositions, "matmul"),
+    ],
 )
 def test_routes(kind: type[Toy], route: str):
     """Whichever operation makes the logits, the same weights are found; products with positions are not taken."""
@@ -142,6 +158,43 @@ def test_torch_multi_head_attention():
     assert result.kind == "self"
     (cross,) = probe_attention(module, Call((hidden, torch.randn(2, 7, D), torch.randn(2, 7, D)), {}))
     assert cross.kind == "cross"
+
+
+class Later(Toy):
+    """The first token takes part in no softmax: queries and keys are those of the second half."""
+
+    def attend(self, query: Tensor, key: Tensor) -> Tensor:
+        return super().attend(query[:, :, 3:], key[:, :, 3:])
+
+
+def test_another_token_is_asked_where_the_first_takes_no_part():
+    """Streams of tokens that are attended apart (ProphetNet) are probed at a token of each."""
+    module = Later()
+    (result,) = probe_attention(module, Call((torch.randn(1, 5, D),), {}))
+    torch.testing.assert_close(result.query, module.first.weight.detach().view(H, E, D))
+    torch.testing.assert_close(result.key, module.second.weight.detach().view(H, E, D))
+
+
+class Masked(Toy):
+    """A mask of the batch goes into the queries' scale, so that a batch cannot grow without it."""
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        assert len(mask) == len(hidden)
+        angles = torch.arange(hidden.shape[1])[:, None].float()  # makes each token's map its own
+        return self.attend(self.queries(hidden) * mask[:, None] * (1 + angles), self.keys(hidden) * (1 + angles))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_several_basis_vectors_run_in_one_batch(batch: int, monkeypatch: pytest.MonkeyPatch):
+    """Other arguments grow with the batch; the weights are the same, and the module runs far less often."""
+    module = Masked()
+    runs = []
+    monkeypatch.setattr(module, "queries", lambda hidden: (runs.append(len(hidden)), Toy.queries(module, hidden))[1])
+    call = Call((torch.randn(batch, 5, D),), {"mask": torch.ones(batch, 5, 1)})
+    (result,) = probe_attention(module, call)
+    torch.testing.assert_close(result.query, module.first.weight.detach().view(H, E, D))
+    assert max(runs) > 2 * batch or batch == 1
+    assert len(runs) < 20 or batch == 1  # one by one it takes D + 14
 
 
 class Nonlinear(Toy):
@@ -229,8 +282,8 @@ def test_repeated_key_heads_count_once():
             return super().keys(hidden)[:, :1].expand(-1, H, -1, -1)
 
     (result,) = probe_attention(Grouped(), Call((torch.randn(2, 5, D),), {}))
-    assert result.key.shape[0] == H
-    assert result.num_key_value_heads == 1
+    assert result.query.shape[0] == H
+    assert result.num_key_value_heads == result.key.shape[0] == 1
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_neo"])

@@ -27,6 +27,7 @@ def layer(index: int, *, stack: str = "", symmetry: float = 0.5, key_heads: int 
             "head_symmetry": (0.1, 0.2, 0.3, 0.4),
             "head_directionality": (-0.1, -0.2, -0.3, -0.4),
             "head_frobenius_norm": (1.0, 2.0, 3.0, 4.0),
+            "verified": True,
             **values,
         }
     )
@@ -41,6 +42,7 @@ MODELS = {
         (layer(0), layer(1, symmetry=math.nan, directionality=math.nan, frobenius_norm=math.nan)), model_type="bert"
     ),
     "banded": QKScores((layer(0, **BAND), layer(1, symmetry=math.nan))),
+    "unverified": QKScores((layer(0), layer(1, verified=False), layer(2, verified=False)), model_type="own"),
     "grouped": QKScores((layer(0, key_heads=2),), model_type="llama", family="decoder", num_parameters=1_100_000_000),
     "stacks": QKScores(
         (layer(0, stack="encoder"), layer(0, stack="decoder", symmetry=0.125), layer(1, stack="decoder")),

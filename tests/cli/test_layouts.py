@@ -1,12 +1,14 @@
 """`symqk layouts`, `symqk architectures`, `--version` and help, on checkpoints that models of Transformers saved."""
 
 import json
+import re
 
 import pytest
 from architectures import BY_NAME
 from typer.testing import CliRunner
 
 from hf_symqk.attention import HeadRows, Projection, layouts, register_qk_layout, unregister_qk_layout
+from hf_symqk.attention.verified import load_support
 from hf_symqk.cli import app
 
 
@@ -80,6 +82,51 @@ def test_layouts_of_nothing(symqk, tmp_path):
 
 
 def test_architectures(symqk):
+    """A row a type, of those that are asked for: how it is found, what proves it, what is left out and why."""
+    support = load_support()
+    _, out, _ = symqk("architectures")
+    assert len(out.split("\n\n")[0].splitlines()) == 1 + len(support.types)
+    assert out.splitlines()[-1] == f"as of Transformers {support.transformers}"
+    _, out, _ = symqk("architectures", "bert", "LongT5")
+    heading, bert, longt5 = out.split("\n\n")[0].splitlines()
+    assert heading.split()[:3] == ["model", "type", "status"]
+    assert re.split(r" {2,}", bert) == ["bert", "proven", "2 self", "query/key", "interface"]
+    assert longt5.startswith("longt5")
+    _, document, _ = symqk("architectures", "bert", "--json")
+    (layers,) = json.loads(document)["types"]["bert"]["layers"]
+    assert (layers["module"], layers["verified"]) == ("BertSelfAttention", True)
+    assert layers["parameters"] == ["key", "query", "value"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("albert", {"albert"}),
+        ("deberta_v2", {"deberta-v2"}),
+        ("clip_text", {"clip_text_model", "chinese_clip_text_model"}),
+        ("*bert", {"bert", "albert"}),
+    ],
+)
+def test_names_of_types(asked, found, symqk):
+    """A name alone where there is one, dashes or not; else all that have it as a part, or fit the pattern."""
+    _, document, _ = symqk("architectures", asked, "--json")
+    types = set(json.loads(document)["types"])
+    assert found <= types
+    assert len(types) == 1 or all(asked.strip("*") in name for name in types)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["brt"], "is called 'brt'. Near it: bert"), (["bert", "--layouts"], "leave the types away")],
+)
+def test_names_that_are_no_types(arguments, said, symqk):
+    """An error of usage that names the value and the way out."""
+    status, out, err = symqk("architectures", *arguments)
+    assert (status, out) == (2, "")
+    assert said in err
+
+
+def test_list_of_layouts(symqk):
     """The whole table of layouts, one that was registered included; how rows lie is in words."""
     register_qk_layout(
         name="of a test",
@@ -88,8 +135,8 @@ def test_architectures(symqk):
         model_types=["b", "a"],
     )
     try:
-        _, out, _ = symqk("architectures")
-        _, document, _ = symqk("architectures", "--json")
+        _, out, _ = symqk("architectures", "--layouts")
+        _, document, _ = symqk("architectures", "--layouts", "--json")
         known = [layout.name for layout in layouts()]
     finally:
         unregister_qk_layout("of a test")

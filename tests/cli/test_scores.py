@@ -73,6 +73,27 @@ def test_layers_that_are_not_finite_are_named_and_not_counted(symqk):
     assert table["skipped"][0] == "not finite: model.layers.1.attention"
 
 
+def test_layers_that_nothing_has_proven_are_marked(symqk):
+    """Wherever their scores stand: in the table of layers or heads, counted for a model, in files, and in a line."""
+    note = "unverified: no forward pass has proven how W_q and W_k of 2 layers are read: "
+    note += "model.layers.1.attention, model.layers.2.attention"
+    _, out, _ = symqk("scores", "unverified")
+    assert [row[-1] for row in lines(out)] == ["heads", "4", "unverified", "unverified"]
+    assert out.splitlines()[-1] == note
+    _, out, _ = symqk("scores", "unverified", "--heads")
+    assert [row[-1] for row in lines(out)[1:]].count("unverified") == 2 * 4
+    _, out, _ = symqk("scores", "plain", "unverified")
+    heading, first, second = lines(out)
+    assert (heading[-1], second[-1]) == ("unverified", "2")
+    assert len(first) == len(second) + 1  # kind and parameters, and no mark
+    assert out.splitlines()[-1] == f"unverified: {note}"
+    _, out, err = symqk("scores", "unverified", "--csv")
+    assert list(pd.read_csv(io.StringIO(out))["verified"]) == [True, False, False]
+    assert err == f"symqk: {note}\n"
+    _, out, _ = symqk("scores", "unverified", "--json")
+    assert [layer["verified"] for layer in json.loads(out)["layers"]] == [True, False, False]
+
+
 def test_stacks_and_grouped_keys_have_columns_where_there_are_any(symqk):
     """The stack tells layers of one number apart, and has a summary of its own; key heads show that they are fewer."""
     _, out, _ = symqk("scores", "stacks")

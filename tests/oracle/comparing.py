@@ -70,8 +70,10 @@ def compare_layer(layer: AttentionLayer, probed: list[ProbedAttention]) -> Verdi
 def _compare(w_q: Tensor, w_k: Tensor, probed: ProbedAttention) -> Verdict:
     route = f"{probed.route}, {probed.slots} slots, {probed.kind}"
     grouped = len(w_q) // len(w_k) if len(w_q) % len(w_k) == 0 else 0
-    w_q, w_k = _copied(w_q, probed.query, probed), _copied(w_k, probed.key, probed)
-    if grouped and probed.key.shape[0] == grouped * len(w_k):
+    # Key heads of the forward count once each, those of the table as it has them: compared as query heads read them.
+    heads = len(probed.query)
+    probed = probed._replace(key=probed.key.repeat_interleave(heads // len(probed.key), 0))
+    if grouped:
         w_k = w_k.repeat_interleave(grouped, 0)
     if not grouped or len(probed.query) != len(w_q) or len(probed.key) != len(w_k):
         here, there = (f"{len(one)}/{len(two)}" for one, two in ((w_q, w_k), (probed.query, probed.key)))
@@ -94,18 +96,6 @@ def _compare(w_q: Tensor, w_k: Tensor, probed: ProbedAttention) -> Verdict:
             return Verdict("product", (factor, 1.0), route)
         note = f"product off by {error:.2g}; {note}"
     return Verdict("wrong", None, note)
-
-
-def _copied(ours: Tensor, theirs: Tensor, probed: ProbedAttention) -> Tensor:
-    """
-    The heads of the table as often as the forward lays a token down: where windows overlap, a key stands in several of
-    them, and each copy of each head has to agree.
-    """
-    copies, left = divmod(theirs.shape[0], ours.shape[0])
-    if probed.slots == "all" or left or copies < 2 or theirs.shape[1:] != ours.shape[1:]:
-        return ours
-    tiled = [ours.repeat(copies, 1, 1), ours.repeat_interleave(copies, 0)]
-    return min(tiled, key=lambda one: _factor(one, theirs)[1])
 
 
 class Comparison(NamedTuple):
@@ -247,7 +237,7 @@ def _direct_calls(layer: AttentionLayer, width: int) -> Iterator[Call]:
     generator = torch.Generator().manual_seed(2)
     tokens = 4
     dims = dict.fromkeys((layer.heads.head_dim, _rotary_width(module), layer.heads.head_dim // 2))
-    for shape in ((2, tokens, width), (tokens, width), (1, 4, 4, width)):
+    for shape in ((2, tokens, width), (tokens, width), (1, 4, 4, width), (1, width, 4, 4)):
         hidden = torch.randn(shape, generator=generator)
         for dim in (*(d for d in dims if d), None, 0):  # 0: without positions, where they need not be given
             for lead in ((1, tokens), (tokens,), (1, 1, tokens)):

@@ -69,6 +69,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "informer": {"prediction_length": 8, "context_length": 16},
     "time_series_transformer": {"prediction_length": 8, "context_length": 16},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    # So few tokens that there are no keys of groups of tokens.
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 64, "heavily_compressed_attention": 128}},
     "big_bird": {"attention_type": "original_full"},
     "bigbird_pegasus": {"attention_type": "original_full"},
     "nemotron": {"num_key_value_heads": 2},
@@ -84,7 +86,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "ernie4_5_vl_moe_text": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0, "mrope_section": [3, 3, 2]}
     },
+    # Fields that their models leave aside for D/H, which is what they hold in every published config.
+    **{
+        name: {"head_dim": 16}
+        for name in ("blt_global_transformer", "blt_local_decoder", "blt_local_encoder", "blt_patcher", "pixtral")
+    },
     "esm": {"pad_token_id": 1, "mask_token_id": 32},
+    "glm5_next_text": {"qk_head_dim": 16},  # without rotation
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     **{
         name: {"hidden_dim": 64, "dim_head": 16, "context_size": 10, "max_pos_emb": 16}
@@ -94,6 +102,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lw_detr": {"projector_scale_factors": [1.0]},
     "lw_detr_vit": {"num_hidden_layers": 4, "window_block_indices": [0, 2], "out_features": ["stage2", "stage4"]},
     "mimi": {"upsample_groups": 64},
+    "squeezebert": {"embedding_size": 64},
     "moonshine_streaming": {"num_key_value_heads": 4},
     "t5gemma2_text": {"dropout_rate": 0.0},
     # Two layers that share their attention, since sharing is what the class checks.

@@ -5,6 +5,9 @@ can be stopped and taken up again.
 
     python -m oracle.report --output oracle.jsonl            # from the folder `tests`
     python -m oracle.report --output oracle.jsonl --types bert gpt2 --again
+    python -m oracle.report --output promises.jsonl --promises alone
+
+`--promises` also holds each type to what the package promises of it (`promises.py`).
 """
 
 import argparse
@@ -16,16 +19,19 @@ import signal
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+from hf_symqk.attention import AttentionLayer
+
 from .building import NoModelError, build, shake
 from .comparing import compare_model
 from .configs import LEVELS, model_types
+from .promises import keep_promises
 
 
 _MEMORY = 7 * 2**30  # bytes of address space a process may take
@@ -81,8 +87,7 @@ def _examine(model_type: str, level: int) -> dict[str, Any]:
     outcomes = Counter(verdict.outcome for verdict in comparison.verdicts.values())
     record |= {"found": len(comparison.verdicts), "outcomes": dict(outcomes)}
     modules = dict(model.named_modules())
-    layouts = {layer.name: layer.layout.name for layer in comparison.layers}
-    configs = {name: _model_type(name, modules) for name in layouts}
+    layers = {layer.name: layer for layer in comparison.layers}
     record["layers"] = [
         {
             "name": name,
@@ -90,8 +95,7 @@ def _examine(model_type: str, level: int) -> dict[str, Any]:
             "outcome": verdict.outcome,
             "factors": verdict.factors and [round(f, 6) for f in verdict.factors],
             "note": verdict.note,
-            "layout": layouts[name],
-            "config": configs[name],
+            **about_layer(layers[name]),
         }
         for name, verdict in comparison.verdicts.items()
     ]
@@ -114,21 +118,64 @@ def _examine(model_type: str, level: int) -> dict[str, Any]:
     return record | {"status": status, "seconds": round(time.monotonic() - start, 1)}
 
 
-def _model_type(name: str, modules: dict[str, Any]) -> str | None:
-    """Model type of the config that stands closest around a module."""
-    while True:
-        config = getattr(modules[name], "config", None)
-        if isinstance(config, transformers.PreTrainedConfig):
-            return config.model_type
-        if not name:
-            return None
-        name = name.rpartition(".")[0]
+def examine_promises(model_type: str) -> Iterator[dict[str, Any]]:
+    """One line on what the package promises of a type, at the first size that can be built and has attention."""
+    record: dict[str, Any] = {"type": model_type, "status": "not built"}
+    errors: list[str] = []
+    for level in LEVELS:
+        try:
+            record = _promises(model_type, level)
+        except NoModelError as error:
+            yield {"type": model_type, "status": "no model", "error": str(error)}
+            return
+        except Exception as error:
+            errors.append(f"level {level}: {type(error).__name__}: {error}"[:300])
+        if record["status"] not in ("not built", "nothing"):
+            break
+    yield record | {"build_errors": errors}
 
 
-def _child(model_type: str, seconds: int, sender: Any) -> None:
+def _promises(model_type: str, level: int) -> dict[str, Any]:
+    findings = keep_promises(model_type, level)
+    outcomes = {finding.outcome for finding in findings.values()}
+    status = next(
+        (status for status in ("broken", "elsewhere", "refused", "partly", "rounded") if status in outcomes), "kept"
+    )
+    return {
+        "type": model_type,
+        "level": level,
+        "status": status if findings else "nothing",
+        "promises": {name: finding._asdict() for name, finding in findings.items()},
+    }
+
+
+def examine_both(model_type: str) -> Iterator[dict[str, Any]]:
+    """The line of [`examine`], and with the last one of it what the package promises, at the same size."""
+    record: dict[str, Any] = {}
+    for record in examine(model_type):
+        yield record
+    if "level" in record:
+        yield record | {"promises": _promises(model_type, record["level"])["promises"]}
+
+
+def about_layer(layer: AttentionLayer) -> dict[str, Any]:
+    """What tells how a layer was found: the entry of the table, whose config spoke, and what holds its parameters."""
+    holders = {name.rpartition(".")[0] or name for name, _ in layer.module.named_parameters()}
+    return {
+        "layout": layer.layout.name,
+        "config": layer.model_type,
+        "kind": layer.kind,
+        "parameters": sorted(holders),
+    }
+
+
+Examine = Callable[[str], Iterator[dict[str, Any]]]
+
+
+def _child(model_type: str, seconds: int, sender: Any, examination: Examine) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
-    for record in examine(model_type):
+    for record in examination(model_type):
         used = resource.getrusage(resource.RUSAGE_SELF)
         sender.send(record | {"cpu_seconds": round(used.ru_utime + used.ru_stime, 1)})
     sender.send(None)
@@ -137,11 +184,11 @@ def _child(model_type: str, seconds: int, sender: Any) -> None:
 class _Examination:
     """One type in a process of its own, which the parent may end."""
 
-    def __init__(self, model_type: str, seconds: int) -> None:
+    def __init__(self, model_type: str, seconds: int, examination: Examine) -> None:
         context = multiprocessing.get_context("fork")
         self.record: dict[str, Any] = {"type": model_type, "status": "not built", "error": "nothing came back"}
         self.receiver, sender = context.Pipe(duplex=False)
-        self.process = context.Process(target=_child, args=(model_type, seconds, sender))
+        self.process = context.Process(target=_child, args=(model_type, seconds, sender, examination))
         self.process.start()
         sender.close()
         self.seconds = seconds
@@ -170,7 +217,9 @@ class _Examination:
         return self.record
 
 
-def run(types: list[str], output: Path, seconds: int = 60, workers: int = 1) -> None:
+def run(
+    types: list[str], output: Path, seconds: int = 60, workers: int = 1, examination: Examine | None = None
+) -> None:
     """
     Examines types and appends a line for each.
 
@@ -179,18 +228,20 @@ def run(types: list[str], output: Path, seconds: int = 60, workers: int = 1) -> 
         output (`Path`): File of JSON lines.
         seconds (`int`, *optional*, defaults to 60): Processor time that one type may take, all sizes together.
         workers (`int`, *optional*, defaults to 1): Types at a time.
+        examination (`Callable`, *optional*): What yields the lines of a type; [`examine`] by default.
     """
     # Children are forked: what is imported here is imported once, and threads would not survive.
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     compare_model(build("bert"))
     waiting = list(reversed(types))
     running: list[_Examination] = []
     with output.open("a") as file:
         while waiting or running:
             while waiting and len(running) < workers:
-                running.append(_Examination(waiting.pop(), seconds))
+                running.append(_Examination(waiting.pop(), seconds, examination or examine))
             receivers = {one.receiver: one for one in running}
             ready = multiprocessing.connection.wait(list(receivers), timeout=5)
             over = [one for receiver, one in receivers.items() if receiver in ready and one.receive()]
@@ -200,10 +251,11 @@ def run(types: list[str], output: Path, seconds: int = 60, workers: int = 1) -> 
                     over.append(one)
             for one in over:
                 running.remove(one)
-                record = one.end()
+                record = one.end() | {"transformers": transformers.__version__}
                 file.write(json.dumps(record) + "\n")
                 file.flush()
-                what = f"{record['status']:16} {record.get('outcomes', '')} {record.get('stopped', '')}"
+                promises = " ".join(f"{k} {v['outcome']}" for k, v in record.get("promises", {}).items())
+                what = f"{record['status']:16} {record.get('outcomes', promises)} {record.get('stopped', '')}"
                 print(f"{record['type']:32} {what} {record.get('cpu_seconds', '')}", flush=True)
 
 
@@ -234,6 +286,9 @@ def markdown(records: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+_EXAMINATIONS: dict[str | None, Examine] = {"too": examine_both, "alone": examine_promises}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
@@ -242,12 +297,25 @@ def main() -> None:
     parser.add_argument("--part", default="1/1", help="i/n: every n-th type")
     parser.add_argument("--seconds", type=int, default=60, help="processor time of one type")
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument(
+        "--promises",
+        nargs="?",
+        const="too",
+        choices=_EXAMINATIONS,
+        help="also what the package promises of each type, or that alone",
+    )
     parser.add_argument("--markdown", type=Path, help="where to write a summary of the whole output")
     arguments = parser.parse_args()
     done = {} if arguments.again else read(arguments.output)
     number, parts = map(int, arguments.part.split("/"))
     types = (arguments.types or model_types())[number - 1 :: parts]
-    run([t for t in types if t not in done], arguments.output, arguments.seconds, arguments.workers)
+    run(
+        [t for t in types if t not in done],
+        arguments.output,
+        arguments.seconds,
+        arguments.workers,
+        _EXAMINATIONS.get(arguments.promises),
+    )
     if arguments.markdown is not None:
         arguments.markdown.write_text(markdown(read(arguments.output)))
 

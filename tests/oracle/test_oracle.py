@@ -45,10 +45,26 @@ SCHEMES = {
     "deepseek_v3": (lambda e: 1.0, lambda e: 1.0),  # latent queries and keys
     "xlnet": (lambda e: 1.0, lambda e: 1.0),  # one matrix a head
     "siglip": (lambda e: 1.0, lambda e: 1.0),  # torch's own attention, in the pooling head
+    "axk2": (lambda e: 1.0, lambda e: 1.0),  # latent queries with a gate
+    "dots3_note_text": (lambda e: math.sqrt(64 / 24), lambda e: 1.0),  # latent, all normalised
+    "deepseek_v4": (lambda e: 1.0, lambda e: 1.0),  # latent queries, one key head
+    "kyutai_speech_to_text": (lambda e: 1.0, lambda e: 1.0),  # wrapped linear maps
+    "gemma4_audio": (
+        lambda e: e**-0.5 / math.log(2),
+        lambda e: math.log(1 + math.e) / math.log(2),
+    ),  # the same, and queries scaled by something learned
+    "chameleon_vqgan": (lambda e: 1.0, lambda e: 1.0),  # q/k, one head
+    "sam2_hiera_det_model": (lambda e: e**-0.5, lambda e: 1.0),  # qkv in stages
+    "levit": (lambda e: 1.0, lambda e: 1.0),  # parts head by head, batch norms folded in
+    "conditional_detr": (lambda e: 1.0, lambda e: 1.0),  # contents beside positions
+    "dab-detr": (lambda e: e**-0.5, lambda e: 1.0),
+    "squeezebert": (lambda e: 1.0, lambda e: 1.0),  # convolutions in groups of channels
     "timesfm": (lambda e: math.log2(math.e) * e**-0.5, lambda e: 1.0),  # queries scaled by something learned
 }
 # Rotary channels that stand in pairs are put in halves by the forward, in queries and keys alike.
-PERMUTED = {"deepseek_v3"}
+PERMUTED = {"deepseek_v3", "axk2", "dots3_note_text"}
+# In cross-attention, channels of positions stand beside those of contents, and the logits are scaled for both.
+BESIDE = {"conditional_detr": 1.0, "dab-detr": 2**-0.5}
 
 
 @pytest.mark.parametrize("model_type", SCHEMES)
@@ -61,10 +77,14 @@ def test_one_type_a_scheme(model_type: str) -> None:
     assert not comparison.unknown
     for layer in comparison.layers:
         verdict = comparison.verdicts[layer.name]
-        assert verdict.outcome == ("product" if model_type in PERMUTED else "proven"), (layer.name, verdict)
+        beside = model_type in BESIDE and layer.kind == "cross"
+        product = beside or model_type in PERMUTED
+        assert verdict.outcome == ("product" if product else "proven"), (layer.name, verdict)
         expected = [factor(layer.heads.head_dim) for factor in SCHEMES[model_type]]
         if layer.layout.name == "in_proj_weight":
             expected[0] *= layer.heads.head_dim**-0.5
+        if beside:
+            expected[0] *= BESIDE[model_type]
         assert verdict.factors == pytest.approx(expected, rel=1e-4), (layer.name, verdict)
 
 
