@@ -28,7 +28,7 @@ __all__ = ["IGNORED", "ExampleMeanLoss", "ExampleWeightedTrainer", "KeyedExample
 
 IGNORED = -100
 Key = tuple[int, int]
-Encoder = Callable[[dict[str, Any], Sequence[Key]], list[dict[str, torch.Tensor]]]
+Encoder = Callable[[dict[str, Any], Sequence[Key]], list[dict[str, Any]]]
 
 
 class KeyedSampler(torch.utils.data.Sampler[Key]):

@@ -252,8 +252,9 @@ def _numbering(features: Any, column: str, classes: Sequence[str] | None, what: 
     feature = None if features is None else features[column]
 
     def number(value: Any) -> int:
-        declared = isinstance(feature, datasets.ClassLabel) and value is not None and value >= 0
-        name = feature.int2str(value) if declared else _text(value)
+        name = _text(value)
+        if isinstance(feature, datasets.ClassLabel) and value is not None and value >= 0:
+            name = feature.int2str(value)
         if name not in numbers:
             raise RecipeError(
                 f"{what} has the label {name!r} in column {column!r}, which is none of the {len(classes)} classes "

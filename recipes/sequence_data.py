@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
-import torch
 from arguments import FileArguments, RecipeError
 from builtin_text import builtin_documents
 from text_data import SPLIT_SEED, load_parts
@@ -265,7 +264,7 @@ class SequenceEncoder:
         self.columns = list(columns)
         self.max_length = max_length
 
-    def __call__(self, columns: Mapping[str, Any], keys: Sequence[tuple[int, int]]) -> list[dict[str, torch.Tensor]]:
+    def __call__(self, columns: Mapping[str, Any], keys: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
         """
         Encodes some rows.
 
