@@ -160,7 +160,7 @@ class HasEpoch(Protocol):
 
 class EpochCallback(TrainerCallback):
     """
-    Tells a [`BlockDataset`], or whatever else has an epoch, at the begin of each epoch which one it is, after a resume too.
+    Tells a [`BlockDataset`], or whatever else has an epoch, at the begin of each which one it is, after a resume too.
 
     Args:
         dataset (`BlockDataset`):
