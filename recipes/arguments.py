@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, TrainingArguments
 
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "RecipeError",
     "SourceArguments",
     "TokenizerArguments",
+    "check_one_gpu",
     "parse_arguments",
     "parse_own_arguments",
     "parse_qk_init",
@@ -232,6 +233,24 @@ class ParsedArguments:
                 if named and field.name in shown and shown[field.name] != default:
                     changed[field.name] = shown[field.name]
         return changed
+
+
+def check_one_gpu(arguments: TrainingArguments) -> None:
+    """
+    Checks that a process has one GPU at most: losses would be averaged over GPUs that hold unequal shares.
+
+    Args:
+        arguments (`TrainingArguments`):
+            The run.
+
+    Raises:
+        RecipeError: if one process holds several GPUs (`DataParallel`).
+    """
+    if arguments.n_gpu > 1:
+        raise RecipeError(
+            f"one process sees {arguments.n_gpu} GPUs: start one process a GPU with `accelerate launch --multi_gpu "
+            f"--num_processes {arguments.n_gpu}`, or show it one GPU by CUDA_VISIBLE_DEVICES."
+        )
 
 
 def _check_counts(arguments: Any, *names: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import datasets
 import numpy as np
@@ -152,19 +152,25 @@ class BlockStream(torch.utils.data.IterableDataset):
                 )
 
 
+class HasEpoch(Protocol):
+    """What [`EpochCallback`] sets."""
+
+    epoch: int
+
+
 class EpochCallback(TrainerCallback):
     """
-    Tells a [`BlockDataset`] at the begin of each epoch which one it is, after a resume too.
+    Tells a [`BlockDataset`], or whatever else has an epoch, at the begin of each which one it is, after a resume too.
 
     Args:
         dataset (`BlockDataset`):
-            The training data.
+            The training data, or the sampler that gives its examples their epoch.
 
     `set_epoch` of accelerate's dataloaders cannot serve: with several processes it reaches the sampler only, with one
     process the dataset too (Accelerate 1.15), and masks would differ from the second epoch on.
     """
 
-    def __init__(self, dataset: BlockDataset) -> None:
+    def __init__(self, dataset: BlockDataset | HasEpoch) -> None:
         self.dataset = dataset
         self._next_epoch = 0
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from checkpoint_loading import CheckpointLoadingTrainer
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from hf_symqk.attention import AttentionLayer, Part, full_shape, survey_attention, whole_parameters
@@ -155,7 +156,7 @@ class BatchFingerprint(TrainerCallback, ExportableState):
         self._last_step = None
 
 
-class FingerprintedTrainer(Trainer):
+class FingerprintedTrainer(CheckpointLoadingTrainer):
     """`Trainer` that keeps a [`BatchFingerprint`] of its training batches. Takes the arguments of `Trainer`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -15,7 +15,7 @@ from masking import EVALUATION_MASK_SEED
 from modeling import ModelKind, build_config, build_model
 from packing import BlockFrame, Packer
 from reporting import label_entropy
-from running import Run
+from running import Run, check_stream
 from text_data import Documents, load_documents
 from token_weighted import TokenWeightedTrainer
 from tokenization import choose_tokenizer
@@ -78,7 +78,7 @@ def train_language_model(
         RecipeError: for arguments, text, tokenizer or config that cannot be used; before training begins.
     """
     arguments, block_size = run.training_arguments, data_arguments.block_size
-    _check_stream(arguments, data_arguments)
+    check_stream(arguments, data_arguments)
     with arguments.main_process_first(desc="reading the text"):
         documents = load_documents(data_arguments)
         tokenizer = choose_tokenizer(
@@ -162,15 +162,3 @@ def _held_out_examples(
     blocks = packer.dataset(documents.held_out, documents.text_column, workers, "packed-held-out")
     # The same in every run, whatever its seed.
     return BlockDataset(blocks, make_examples(packer.tokenizer, EVALUATION_MASK_SEED))
-
-
-def _check_stream(training_arguments: TrainingArguments, data_arguments: DataArguments) -> None:
-    if not data_arguments.streaming:
-        return
-    if training_arguments.do_train and training_arguments.max_steps <= 0:
-        raise RecipeError("streaming needs --max_steps: the length of a stream is not known.")
-    if training_arguments.dataloader_num_workers > 1:
-        raise RecipeError(
-            f"dataloader_num_workers={training_arguments.dataloader_num_workers}: a stream is packed by one reader, "
-            "choose 0 or 1."
-        )

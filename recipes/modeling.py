@@ -281,7 +281,7 @@ def check_causal(model: PreTrainedModel, block_size: int) -> None:
         )
 
 
-def check_positions(model: PreTrainedModel, block_size: int) -> None:
+def check_positions(model: PreTrainedModel, block_size: int, argument: str = "block_size") -> None:
     """
     Checks that a model has a position for each token of a block.
 
@@ -290,6 +290,8 @@ def check_positions(model: PreTrainedModel, block_size: int) -> None:
             The model.
         block_size (`int`):
             Tokens of a block.
+        argument (`str`, *optional*, defaults to `"block_size"`):
+            The argument that gives it.
 
     Raises:
         RecipeError: if it has fewer. The RoBERTa family counts positions from `pad_token_id + 1`, so that
@@ -306,8 +308,8 @@ def check_positions(model: PreTrainedModel, block_size: int) -> None:
             reason = f"max_position_embeddings {module.num_embeddings} less {offset}: it counts from pad_token_id + 1"
     if limit is not None and 0 <= limit < block_size:
         raise RecipeError(
-            f"block_size={block_size} is above the {limit} positions of {model.config.model_type} ({reason}): lower "
-            "--block_size or raise max_position_embeddings by --config_overrides."
+            f"{argument}={block_size} is above the {limit} positions of {model.config.model_type} ({reason}): lower "
+            f"--{argument} or raise max_position_embeddings by --config_overrides."
         )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import datasets
 import torch
 import transformers
-from arguments import RecipeError, parse_arguments, parse_qk_init
+from arguments import RecipeError, SourceArguments, parse_arguments, parse_qk_init
 from fingerprints import FingerprintedTrainer, count_parameters, fingerprint_weights
 from reporting import FirstStepClock, announce, compare_scores, final_evaluation, write_score_table
 from run_record import RunRecord, software_versions, without_secrets
@@ -34,7 +34,7 @@ from hf_symqk.cards import SCORES_FIGURE, write_model_card
 from hf_symqk.plots import plot_history
 
 
-__all__ = ["UNLESS_GIVEN", "Run", "recipe_defaults", "run_script", "start_run"]
+__all__ = ["UNLESS_GIVEN", "Run", "check_stream", "recipe_defaults", "run_script", "start_run"]
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +131,28 @@ def start_run(
     used = ", ".join(f"{name}={value}" for name, value in parsed.used_defaults.items())
     run.announce(f"defaults of the recipe in use: {used or 'none'}")
     return run
+
+
+def check_stream(training_arguments: TrainingArguments, source: SourceArguments) -> None:
+    """
+    Checks what a stream needs before any of it is read.
+
+    Args:
+        training_arguments (`TrainingArguments`):
+            The run.
+        source (`SourceArguments`):
+            Its data.
+
+    Raises:
+        RecipeError: for a stream without `max_steps` or with several readers.
+    """
+    if source.streaming and training_arguments.do_train and training_arguments.max_steps <= 0:
+        raise RecipeError("streaming needs --max_steps: the length of a stream is not known.")
+    if source.streaming and training_arguments.dataloader_num_workers > 1:
+        raise RecipeError(
+            f"dataloader_num_workers={training_arguments.dataloader_num_workers}: a stream has one reader, choose 0 "
+            "or 1."
+        )
 
 
 @dataclasses.dataclass

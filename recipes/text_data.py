@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 import numpy as np
 from archives import extract_member
-from arguments import DataArguments, FileArguments, RecipeError
+from arguments import DataArguments, FileArguments, RecipeError, SourceArguments
 from builtin_text import builtin_documents
 
 
@@ -19,6 +19,7 @@ __all__ = [
     "check_column",
     "load_documents",
     "load_parts",
+    "load_splits",
 ]
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,29 @@ def load_documents(arguments: DataArguments) -> Documents:
     return Documents(train, held_out, column, source)
 
 
+def load_splits(arguments: SourceArguments) -> dict[str, Any]:
+    """
+    Loads the splits of the dataset that the arguments name.
+
+    Args:
+        arguments (`SourceArguments`):
+            Name a dataset.
+
+    Returns:
+        `dict`: split to `Dataset` or, with `streaming`, `IterableDataset`.
+
+    Raises:
+        RecipeError: if the dataset cannot be loaded.
+    """
+    try:
+        loaded = datasets.load_dataset(
+            arguments.dataset_name, arguments.dataset_config_name, streaming=arguments.streaming
+        )
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise RecipeError(f"dataset_name={arguments.dataset_name!r} cannot be loaded: {error}") from error
+    return dict(loaded)
+
+
 def load_parts(arguments: FileArguments, sample_by: str = "line") -> dict[str, Any]:
     """
     Loads the splits of the dataset, or the files, that the arguments name.
@@ -109,13 +133,7 @@ def load_parts(arguments: FileArguments, sample_by: str = "line") -> dict[str, A
         RecipeError: if the dataset or a file is missing, empty or cannot be read.
     """
     if arguments.dataset_name is not None:
-        try:
-            loaded = datasets.load_dataset(
-                arguments.dataset_name, arguments.dataset_config_name, streaming=arguments.streaming
-            )
-        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-            raise RecipeError(f"dataset_name={arguments.dataset_name!r} cannot be loaded: {error}") from error
-        return dict(loaded)
+        return load_splits(arguments)
     assert arguments.train_file is not None
     files = {"train": arguments.train_file}
     if arguments.validation_file is not None:

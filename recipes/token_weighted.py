@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from arguments import RecipeError
+from arguments import RecipeError, check_one_gpu
 from fingerprints import FingerprintedTrainer
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -102,11 +102,7 @@ class TokenWeightedTrainer(FingerprintedTrainer):
 
     def __init__(self, *, offset: int = 0, **kwargs: Any) -> None:
         training_arguments = kwargs["args"]
-        if training_arguments.n_gpu > 1:
-            raise RecipeError(
-                f"one process sees {training_arguments.n_gpu} GPUs: start one process a GPU with `accelerate launch "
-                f"--multi_gpu --num_processes {training_arguments.n_gpu}`, or show it one GPU by CUDA_VISIBLE_DEVICES."
-            )
+        check_one_gpu(training_arguments)
         loss = TokenMeanLoss(training_arguments.label_smoothing_factor, offset)
         super().__init__(compute_loss_func=loss, **kwargs)
         self.offset = offset
