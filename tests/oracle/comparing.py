@@ -1,5 +1,6 @@
 """The table against the forward pass: W_q and W_k of every head, by value."""
 
+import copy
 import inspect
 import re
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_symqk.attention import AttentionLayer, survey_attention
+from hf_symqk.attention import AttentionLayer, ComposedProjection, survey_attention
 from hf_symqk.attention.catching import catch_logits
 from hf_symqk.attention.probing import Call, ProbedAttention, ProbingError, capture_calls, probe_attention
 
@@ -60,11 +61,23 @@ def compare_layer(layer: AttentionLayer, probed: list[ProbedAttention]) -> Verdi
     Returns:
         [`Verdict`]: The worst of them.
     """
+    order = ("wrong", "product", "proven")
+
+    def rank(verdict: Verdict) -> int:
+        return order.index(verdict.outcome)
+
     with layer.query_key_weights() as (w_q, w_k):
         w_q, w_k = w_q.float(), w_k.float()
         verdicts = [_compare(w_q, w_k, one) for one in probed]
-    order = ("wrong", "product", "proven")
-    return min(verdicts, key=lambda verdict: order.index(verdict.outcome))
+    # A matrix of logits may be read both ways (images to text, text to images): one W_qk, and its transpose.
+    both = [[m for m, other in enumerate(probed) if m == n or _is_mirror(one, other)] for n, one in enumerate(probed)]
+    return min((max((verdicts[m] for m in pair), key=rank) for pair in both), key=rank)
+
+
+def _is_mirror(one: ProbedAttention, other: ProbedAttention) -> bool:
+    pairs = ((one.query, other.key), (one.key, other.query))
+    # The scale goes with the queries of one of the two.
+    return all(a.shape == b.shape and _factor(a, b)[1] < _TOLERANCE for a, b in pairs)
 
 
 def _compare(w_q: Tensor, w_k: Tensor, probed: ProbedAttention) -> Verdict:
@@ -130,9 +143,14 @@ def compare_model(model: PreTrainedModel) -> Comparison:
         layers, left_out = survey.layers, survey.left_out
     except ValueError as error:
         layers, left_out = [], str(error).splitlines()[1:-1]
-    calls, met = _run(model, errors)
+    calls, met, keys = _run(model, errors)
     verdicts: dict[str, Verdict] = {}
+    by_name = {layer.name: layer for layer in layers}
     for layer in layers:
+        if layer.key_source and {layer.name, layer.key_source} <= calls.keys():
+            lender = by_name[layer.key_source]
+            verdicts[layer.name] = _borrowers_verdict(layer, lender, calls[lender.name], keys)
+            continue
         # Where the model's forward broke off before this layer, one of the same class was called the same way.
         alike = (calls[n] for n, m in model.named_modules() if type(m) is type(layer.module) and n in calls)
         call = calls.get(layer.name) or next(alike, None)
@@ -190,11 +208,33 @@ def _verdict(layer: AttentionLayer, call: Call | None) -> Verdict:
     return Verdict("unproven", None, "; ".join(notes[:2]))
 
 
-def _run(model: PreTrainedModel, errors: list[str]) -> tuple[dict[str, Call], list[str]]:
-    """Calls of all modules: of the model's forward, then of the models inside it that it did not reach."""
+def _borrowers_verdict(layer: AttentionLayer, lender: AttentionLayer, call: Call, keys: dict[str, Tensor]) -> Verdict:
+    """
+    What the forward says of a layer that reads another one's keys. It makes none from its hidden states, so it is
+    probed in the forward of that other layer, with its own queries; and in the model's forward both have to read the
+    same keys (where each makes its keys of something that is shared, its own part of that is in the probed forward).
+    """
+    together = copy.copy(lender.module)
+    together._modules = {**lender.module._modules, **layer.holding._modules}
+    try:
+        verdict = compare_layer(layer, probe_attention(together, call))
+    except Exception as error:
+        return Verdict("unproven", None, f"{type(error).__name__}: {error}"[:300])
+    shared = not isinstance(layer.projection("key"), ComposedProjection)
+    if shared and not (layer.name in keys and torch.equal(keys[layer.name], keys[lender.name])):
+        return Verdict("wrong", None, f"reads other keys than those of {lender.name!r}")
+    return verdict._replace(note=f"{verdict.note}, keys of {lender.name}")
+
+
+def _run(model: PreTrainedModel, errors: list[str]) -> tuple[dict[str, Call], list[str], dict[str, Tensor]]:
+    """
+    Calls of all modules: of the model's forward, then of the models inside it that it did not reach; the modules in
+    which softmax runs, and their keys.
+    """
     names = {module: name for name, module in model.named_modules()}
     calls: dict[str, Call] = {}
     met: list[str] = []
+    keys: dict[str, Tensor] = {}
     complete: set[str] = set()
     towers = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
@@ -211,7 +251,10 @@ def _run(model: PreTrainedModel, errors: list[str]) -> tuple[dict[str, Call], li
                 calls[name] = call
         if failure is None:
             complete.update(seen)
-        met.extend(names[logits.module] for logits in caught if logits.module in names)
+        for logits in caught:
+            if logits.module in names:
+                met.append(names[logits.module])
+                keys[names[logits.module]] = logits.key
         return failure
 
     for tower in towers:
@@ -227,7 +270,7 @@ def _run(model: PreTrainedModel, errors: list[str]) -> tuple[dict[str, Call], li
                 break
             errors.append(f"{type(tower).__name__}: {type(failure).__name__}: {failure}"[:200])
             tries.failed(inputs, failure)
-    return calls, list(dict.fromkeys(met))
+    return calls, list(dict.fromkeys(met)), keys
 
 
 def _direct_calls(layer: AttentionLayer, width: int) -> Iterator[Call]:
