@@ -21,7 +21,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from arguments import CONFIG_SUFFIXES, RecipeError, parse_own_arguments, parse_qk_init, read_argument_file
+from argument_parsing import CONFIG_SUFFIXES, parse_own_arguments, read_argument_file
+from arguments import RecipeError, parse_qk_init
 from filelock import FileLock, Timeout
 from jobs import Job, Outcome, launcher_words, run_jobs, run_status
 from run_record import without_secrets

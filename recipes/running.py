@@ -17,7 +17,8 @@ from typing import Any
 import datasets
 import torch
 import transformers
-from arguments import RecipeError, SourceArguments, parse_arguments, parse_qk_init
+from argument_parsing import parse_arguments
+from arguments import RecipeError, SourceArguments, parse_qk_init
 from fingerprints import FingerprintedTrainer, count_parameters, fingerprint_weights
 from reporting import FirstStepClock, announce, compare_scores, final_evaluation, write_score_table
 from run_record import RunRecord, software_versions, without_secrets

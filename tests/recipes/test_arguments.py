@@ -1,13 +1,13 @@
 import dataclasses
 
 import pytest
+from argument_parsing import parse_arguments
 from arguments import (
     DataArguments,
     MaskingArguments,
     ModelArguments,
     RecipeError,
     TokenizerArguments,
-    parse_arguments,
     parse_qk_init,
 )
 from transformers import TrainingArguments

@@ -20,7 +20,8 @@ from accelerate.utils.launch import (
     prepare_multi_gpu_env,
     prepare_simple_launcher_cmd_env,
 )
-from arguments import DataArguments, MaskingArguments, ModelArguments, TokenizerArguments, parse_arguments
+from argument_parsing import parse_arguments
+from arguments import DataArguments, MaskingArguments, ModelArguments, TokenizerArguments
 from test_mlm import ROOT, launch, record
 from transformers import TrainingArguments
 
