@@ -181,7 +181,13 @@ class _Catcher(TorchFunctionMode):
                 followed += [p for p in self._products.get(id(leaf), []) if not any(p.logits is q for q in known)]
         if followed:
             if func in _TURNS:
-                followed = [_turned(product, func, args, kwargs) for product in followed]
+                dimensions = args[0].ndim
+                # What has fewer dimensions than its axes say was made of a product along the way, and is none itself.
+                followed = [
+                    _turned(product, func, args, kwargs)
+                    for product in followed
+                    if all(-axis <= dimensions for axis in product[1:])
+                ]
             targets = [args[0]] if func is Tensor.__setitem__ else tree_leaves(output)
             for target in targets:
                 if isinstance(target, Tensor):
