@@ -180,6 +180,7 @@ for _name, _module, _rows, _storage, _types in (
             "blip_2_vision_model",
             "blip_vision_model",
             "cohere_compass_vision",
+            "deepseek_ocr2_sam_vision_model",
             "dots3_note_vision_encoder",
             "ernie4_5_vl_moe_vision",
             "exaone4_5_vision",

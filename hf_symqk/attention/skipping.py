@@ -31,8 +31,8 @@ _NO_ATTENTION = re.compile(r"(Output|MLP|Mlp|Layer|Block|Bias)$")
 # Projections of the same names also feed what is no softmax over products of tokens: by names and classes of modules,
 # and by model types, all of whose attention is of another kind.
 _NOT_SOFTMAX = re.compile(
-    r"linear_?attn|linear_?attention|lightning_?attention|deltanet|indexer|channel_?attn|channel_?attention"
-    r"|global_?pointer|(?<!pre_)assign|additive|GRUCell",
+    r"linear_?attn|linear_?(self)?_?attention|lightning_?attention|deltanet|indexer|channel_?attn|channel_?attention"
+    r"|global_?pointer|(?<!pre_)assign|additive|GRUCell|rwkv|PatchTSMixerGated",
     re.IGNORECASE,
 )
 _NOT_SOFTMAX_TYPES = {"autoformer", "mra", "xlstm", "yoso"}
