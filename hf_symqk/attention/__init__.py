@@ -36,7 +36,7 @@ from .rows import (
     WholeRows,
 )
 from .selection import ATTENTION_KINDS, AttentionKind, LayerChoice, PlacedLayer, describe_kind, select_layers
-from .skipping import LOOKS_LIKE_ATTENTION, describe_left_out, warn_of_left_out
+from .skipping import LOOKS_LIKE_ATTENTION, NOT_SOFTMAX, describe_left_out, warn_of_left_out
 from .tensors import full_shape, linear_shape, storage_name, whole_linears, whole_parameters
 from .verified import describe_unverified
 
@@ -46,6 +46,7 @@ __all__ = [
     "CROSS_ATTENTION",
     "HEAD_DIM",
     "LOOKS_LIKE_ATTENTION",
+    "NOT_SOFTMAX",
     "NUM_HEADS",
     "NUM_KEY_VALUE_HEADS",
     "AttentionKind",

@@ -38,7 +38,7 @@ logger = logging.get_logger(__name__)
 
 # Names, below the layer's number, of attention whose queries and keys come from different streams.
 CROSS_ATTENTION = re.compile(
-    r"cross|encoder_attn|encdec|x_attn|visual_attention|image_pooling|fusion_layer", re.IGNORECASE
+    r"cross|encoder_attn|encdec|x_attn|visual_attention|image_pooling|fusion_layer|^adapter$", re.IGNORECASE
 )
 # Attention that pools tokens by a learned probe, its only query.
 _PROBE = re.compile(r"(^|\.)head(\.attention)?$|pooling_head", re.IGNORECASE)

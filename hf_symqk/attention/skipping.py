@@ -14,6 +14,7 @@ from .tensors import linear_shape
 
 __all__ = [
     "LOOKS_LIKE_ATTENTION",
+    "NOT_SOFTMAX",
     "LeftOut",
     "describe_left_out",
     "kinds_of_modules",
@@ -30,7 +31,7 @@ LOOKS_LIKE_ATTENTION = re.compile(r"attention|attn|deltanet", re.IGNORECASE)
 _NO_ATTENTION = re.compile(r"(Output|MLP|Mlp|Layer|Block|Bias)$")
 # Projections of the same names also feed what is no softmax over products of tokens: by names and classes of modules,
 # and by model types, all of whose attention is of another kind.
-_NOT_SOFTMAX = re.compile(
+NOT_SOFTMAX = re.compile(
     r"linear_?attn|linear_?(self)?_?attention|lightning_?attention|deltanet|indexer|channel_?attn|channel_?attention"
     r"|global_?pointer|(?<!pre_)assign|additive|GRUCell|rwkv|PatchTSMixerGated",
     re.IGNORECASE,
@@ -91,7 +92,7 @@ def reason_to_skip(name: str, module: nn.Module, kind: str | None, layout: QKLay
         return "each query is pooled from those of several tokens"
     # Latent attention is softmax attention whatever its model is called.
     composed = isinstance(layout.key, ComposedProjection)
-    if kind in _NOT_SOFTMAX_TYPES or (not composed and _NOT_SOFTMAX.search(f"{name}.{type(module).__name__}")):
+    if kind in _NOT_SOFTMAX_TYPES or (not composed and NOT_SOFTMAX.search(f"{name}.{type(module).__name__}")):
         return _NO_SOFTMAX
     return ""
 
@@ -123,7 +124,7 @@ def _holds_weights(holder: nn.Module) -> bool:
 
 def _reason_of_parts(name: str, module: nn.Module) -> str:
     """Why no layout can serve a module, as far as names and shapes of its parts say."""
-    if _NOT_SOFTMAX.search(f"{name}.{type(module).__name__}"):
+    if NOT_SOFTMAX.search(f"{name}.{type(module).__name__}"):
         return _NO_SOFTMAX
     for path, part in module.named_modules():
         for pattern, reason in _REASONS:

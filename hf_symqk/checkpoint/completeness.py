@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
-from ..attention import CROSS_ATTENTION, borrowed_from, layouts
+from ..attention import CROSS_ATTENTION, NOT_SOFTMAX, borrowed_from, layouts
 from .counts import length_of
 from .sections import section_of
 
@@ -154,8 +154,8 @@ def _may_be_absent(path: str, modules: frozenset[str]) -> bool:
 
 
 def _is_part(path: str) -> bool:
-    if ".indexer." in f".{path}":
-        return False  # chooses keys for attention, which its norms are no part of; layers may share one
+    if NOT_SOFTMAX.search(path):
+        return False  # an indexer chooses keys for attention, and layers may share one; other kinds are not read
     return any(
         path == name or path.endswith(f".{name}")
         for layout in layouts()

@@ -1,5 +1,6 @@
 """Which part of a `config.json` speaks for a module, told from the module's path alone: no model is built."""
 
+import re
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +25,7 @@ _SYNONYMS = (
 # Parts of models that hold what configs call otherwise: MaskFormer and its kin.
 _HOUSES = {"pixel_level_module": "backbone"}
 _SIDES = ("encoder", "decoder")
+_ATTENDS_TO = re.compile(r"(attn|attention)$")
 # With what stands before them where encoder and decoder count apart (`encoder_attention_heads`).
 _HEADS = (*NUM_HEADS, "attention_heads", "self_attention_heads")
 _KEY_VALUE_HEADS = (*NUM_KEY_VALUE_HEADS, "key_value_heads")
@@ -126,6 +128,8 @@ def section_of(config: PreTrainedConfig, path: str, widths: Container[int] | Non
             kind = getattr(own, "model_type", None)
             return Section(kind, *counts, hidden_sizes=(), num_hidden_layers=None, per_layer=True)
     for part in parts:
+        if _ATTENDS_TO.search(part):
+            continue  # called after what it attends to, like the `encoder_attn` of a decoder
         named = parts_speaking_for(config, part)
         # Part of the whole may be called after what it attends to, and be described by the whole's config.
         config = next((sub for sub in named if any(_first(part, _HEADS) for part in _with_parts(sub))), config)
@@ -210,10 +214,13 @@ def _with_parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
         yield from _with_parts(sub)
 
 
-def _nearness(name: str, part: str) -> tuple[bool, bool]:
-    """Of several configs that share a word with a part of a path: the same name, then the same side, come first."""
+def _nearness(name: str, part: str) -> tuple[bool, bool, bool]:
+    """
+    Of several configs that share a word with a part of a path: the same name, then the same side, come first. A bare
+    `encoder_config` comes last: a `sam_encoder` has a `sam_config`.
+    """
     stem = name.removesuffix("_config")
-    return stem == part, any(side in stem.split("_") and side in part.split("_") for side in _SIDES)
+    return stem == part, stem != "encoder", any(side in stem.split("_") and side in part.split("_") for side in _SIDES)
 
 
 def speaks_for(name: str, part: str) -> bool:

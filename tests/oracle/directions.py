@@ -56,7 +56,7 @@ def directions(model: PreTrainedModel, errors: list[str]) -> dict[str, tuple[Att
         `dict[str, tuple[AttentionLayer, Direction]]`: By name of the layer.
     """
     layers = [layer for layer in survey_attention(model).layers if layer.problem is None]
-    calls, _ = _run(model, errors)
+    calls, *_ = _run(model, errors)
     found = {}
     for layer in layers:
         if layer.kind != "self":
