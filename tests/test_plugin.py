@@ -323,7 +323,7 @@ def test_an_option_for_all_layers_refuses_a_model_known_in_part():
     assert "register_qk_layout" in str(raised.value)
     stack = find_attention_layers(AutoModel.from_config(config))[0].stack
     model = AutoModel.from_config(config, qk_init={"layers": {stack: [0, 1, 2]}})
-    assert all(symmetric_layers(model))
+    assert symmetric_layers(model) == [layer.stack == stack for layer in find_attention_layers(model)]
 
 
 # --- loading ------------------------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ def section_of(config: PreTrainedConfig, path: str, widths: Container[int] | Non
     for own in _with_parts(config) if widths is not None else ():
         if (counts := counts_of(own, path)) is not None:
             kind = getattr(own, "model_type", None)
-            return Section(kind, *counts, hidden_sizes=(), num_hidden_layers=None, per_layer=True)
+            return Section(kind, *counts, hidden_sizes=(), num_hidden_layers=None, per_layer=True, said_by=own)
     for part in parts:
         if _ATTENDS_TO.search(part):
             continue  # called after what it attends to, like the `encoder_attn` of a decoder

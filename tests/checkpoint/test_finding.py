@@ -3,6 +3,7 @@
 import json
 import pickle
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -211,7 +212,10 @@ def test_unknown_model_types_are_read_by_their_names(folder):
     _edit_config(folder, model_type="somebodys_own", auto_map={"AutoModel": "modeling_own.OwnModel"})
     (folder / "modeling_own.py").write_text("raise SystemExit('code of the repository was run')")
     scores = score_checkpoint(folder)
-    assert scores.layers == expected.layers
+    # Nobody has proven them by a forward pass, whatever the names.
+    unknown = {"verified": False, "role": None, "causal": None}
+    assert scores.layers == tuple(replace(layer, **unknown) for layer in expected.layers)
+    assert all(layer.verified for layer in expected.layers)
     assert scores.model_type == "somebodys_own"
 
 
@@ -226,7 +230,8 @@ def test_parts_of_unknown_model_types_have_their_own_heads(tmp_path):
         text_config={"num_attention_heads": 4, "hidden_size": 48},
         vision_config={"num_attention_heads": 3, "hidden_size": 48},
     )
-    assert score_checkpoint(tmp_path).layers == score_model(model).layers
+    told = [(layer.name, layer.num_heads, layer.symmetry) for layer in score_checkpoint(tmp_path).layers]
+    assert told == [(layer.name, layer.num_heads, layer.symmetry) for layer in score_model(model).layers]
     _edit_config(tmp_path, text_config=None, lower_config={"num_attention_heads": 4, "hidden_size": 48})
     with pytest.raises(ValueError, match=r"text_model.*vision_config, lower_config"):
         score_checkpoint(tmp_path, layers={"text_model": [0]})

@@ -22,7 +22,7 @@ __all__ = ["Verdict", "compare_layer", "compare_model"]
 _TOLERANCE = 2e-4  # relative to the largest weight; norms with eps 1e-5 alone make 1e-5
 
 # What probing says of a response that no matrix for one token can give.
-_MIXED = re.compile(r"not linear|other tokens reach the same place")
+_MIXED = re.compile(r"not linear|other tokens reach the same place|meets several keys")
 
 Outcome = Literal["proven", "product", "wrong", "unproven"]
 

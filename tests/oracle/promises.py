@@ -28,6 +28,7 @@ __all__ = ["PROMISES", "Finding", "keep_promises"]
 
 PROMISES = ("init", "reading", "checkpoint", "load")
 _SEED = 0
+_TOLD = ("role", "causal", "verified")
 _TOLERANCE = 1e-5  # of a symmetry score; sums of fp32 products
 
 
@@ -36,13 +37,14 @@ class Finding(NamedTuple):
     What came of one promise.
 
     Attributes:
-        outcome (`str`): `"kept"`; `"rounded"`: but for the last digits of scores; `"partly"`: of the layers that can
+        outcome (`str`): `"kept"`; `"told"`: the scores are the model's, but not what is said of a layer's role,
+            direction or proof; `"rounded"`: but for the last digits of scores; `"partly"`: of the layers that can
             be served, the others being refused by name; `"refused"`: with an error that names module and reason,
             before anything changed; `"elsewhere"`: broken alike without this package; `"broken"`.
         note (`str`): The refusal, or what is broken.
     """
 
-    outcome: Literal["kept", "rounded", "partly", "refused", "elsewhere", "broken"]
+    outcome: Literal["kept", "told", "rounded", "partly", "refused", "elsewhere", "broken"]
     note: str = ""
 
 
@@ -235,12 +237,14 @@ def files_score_like_the_model(model: PreTrainedModel, folder: Path) -> Finding:
     missing, more = (sorted(one.keys() - other.keys()) for one, other in ((ours, theirs), (theirs, ours)))
     if missing or more:
         return Finding("broken", f"without {missing[:3]} of {len(missing)}, and with {more[:3]} of {len(more)}")
+    told: dict[str, Any] = {}
     for name, layer in ours.items():
         fields = {k: (v, getattr(theirs[name], k)) for k, v in vars(layer).items() if v != getattr(theirs[name], k)}
+        told |= {f"{name}: {k}": fields.pop(k) for k in _TOLD if k in fields}
         if not all(map(_nearly, *zip(*fields.values(), strict=True))) if fields else False:
             return Finding("broken", f"{name}: {fields}"[:400])
     if [layer.name for layer in stored.layers] == [layer.name for layer in live.layers]:
-        return Finding("rounded")
+        return Finding("told", f"{told}"[:400]) if told else Finding("rounded")
     if stored.model_type != live.model_type:
         return Finding("broken", f"model type {stored.model_type!r} instead of {live.model_type!r}")
     return Finding("broken", "other order of layers")

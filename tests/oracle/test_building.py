@@ -68,20 +68,19 @@ def test_shaking_takes_parameters_without_elements() -> None:
     shake(empty)
 
 
-def test_every_copy_of_a_key_has_to_agree() -> None:
-    """Where windows overlap, a key stands in several: that makes no more heads, and one wrong copy is a mismatch."""
+def test_heads_are_compared_as_query_heads_read_them() -> None:
+    """Keys that the forward repeats for the query heads of a group are no more heads; another order is wrong."""
     generator = torch.Generator().manual_seed(0)
-    w_q, w_k = torch.randn(2, 4, 3, 8, generator=generator)
-    nothing = torch.zeros(4, 3)
+    w_q, w_k = torch.randn(4, 3, 8, generator=generator), torch.randn(2, 3, 8, generator=generator)
 
-    def verdict(keys: torch.Tensor, slots: str = "first") -> str:
-        probed = ProbedAttention(w_q, keys, nothing, nothing, None, "matmul", "self", slots)
+    def verdict(keys: torch.Tensor) -> str:
+        nothing = torch.zeros(len(keys), 3)
+        probed = ProbedAttention(w_q, keys, nothing, nothing, None, "matmul", "self", "all", "")
         return _compare(w_q, w_k, probed).outcome
 
-    assert verdict(w_k.repeat(2, 1, 1)) == verdict(w_k.repeat_interleave(2, 0)) == "proven"
-    assert verdict(torch.cat([w_k, w_k.flip(0)])) == "wrong"
-    assert verdict(torch.cat([w_k, 2 * w_k])) == "wrong"
-    assert verdict(w_k.repeat(2, 1, 1), slots="all") == "wrong"
+    assert verdict(w_k) == verdict(w_k.repeat_interleave(2, 0)) == "proven"
+    assert verdict(w_k.repeat(2, 1, 1)) == "wrong"
+    assert verdict(torch.cat([w_k[:1], w_k[:1], 2 * w_k[1:], w_k[1:]])) == "wrong"
 
 
 def _ends_not(model_type: str) -> Iterator[dict[str, Any]]:

@@ -168,7 +168,7 @@ def test_files_score_like_the_model(model_type: str, changes: dict[str, int], tm
     shake(model)
     model.save_pretrained(tmp_path)
     finding = files_score_like_the_model(model, tmp_path)
-    assert finding.outcome == "kept", finding
+    assert finding.outcome == ("told" if model_type in _known("told") else "kept"), finding
 
 
 # --- every type -----------------------------------------------------------------------------------------------------
@@ -197,6 +197,16 @@ KNOWN_CHECKPOINTS: dict[str, dict[str, set[str]]] = {
         "layers that borrow keys look as if they had lost some": {"gemma4_unified_assistant"},
         "grouped keys, which Transformers itself does not load back from its three equal parts": {"nemo_speechlm"},
     },
+    "told": {
+        "the path and config.json name another part of the config than the module has": {
+            "EvollaModel",
+            "bridgetower",
+            "evolla",
+            "fun_asr_nano",
+            "sam3",
+            "xclip",
+        },
+    },
     "rounded": {
         "loading reorders the channels of heads for another rotary embedding": {
             "gradium_phonon_tts",
@@ -207,25 +217,34 @@ KNOWN_CHECKPOINTS: dict[str, dict[str, set[str]]] = {
         },
     },
 }
+
+
+def _known(outcome: str) -> set[str]:
+    return {name for types in KNOWN_CHECKPOINTS[outcome].values() for name in types}
+
+
 PARTS = 12
+# A third of the types; all of them take half an hour: `python -m oracle.report --promises alone --output x.jsonl`.
+RUN = range(0, PARTS, 3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", RUN)
 def test_no_promise_is_broken(part: int, tmp_path: Path) -> None:
     """
-    Of all model types: nothing is broken, and files are refused of those alone that are known. What the start cannot
-    serve is refused by name, which the check itself has seen to.
+    Of a third of the model types: nothing is broken, and files are refused of those alone that are known. What the
+    start cannot serve is refused by name, which the check itself has seen to.
     """
     output = tmp_path / "promises.jsonl"
     run(model_types()[part::PARTS], output, seconds=60, workers=2, examination=examine_promises)
     records = read(output)
-    known = {name: kind for kind, reasons in KNOWN_CHECKPOINTS.items() for types in reasons.values() for name in types}
+    known = {name: kind for kind in KNOWN_CHECKPOINTS for name in _known(kind)}
     wrong = {
         f"{name}: {promise}": finding
         for name, record in records.items()
         for promise, finding in record.get("promises", {}).items()
-        if finding["outcome"] in ("broken", "rounded") or (promise == "checkpoint" and finding["outcome"] == "refused")
+        if finding["outcome"] in ("broken", "told", "rounded")
+        or (promise == "checkpoint" and finding["outcome"] == "refused")
         if (promise, known.get(name)) != ("checkpoint", finding["outcome"])
     }
     assert not wrong, json.dumps(wrong, indent=1)
