@@ -72,7 +72,10 @@ def beyond_the_model(paths: Iterable[str], config: PreTrainedConfig) -> dict[str
 
 
 def _count(config: Any, name: str) -> int:
-    text = config.get_text_config()
+    try:
+        text = config.get_text_config()
+    except ValueError:  # several parts read text (MusicGen), none of which is what a language model is
+        text = config
     value = next((value for part in (config, text) if isinstance(value := getattr(part, name, None), int)), 0)
     return max(0, value)
 
@@ -143,9 +146,10 @@ def _borrowed(layer: str, modules: Iterable[str], config: PreTrainedConfig) -> f
 
 
 def _may_be_absent(path: str, modules: frozenset[str]) -> bool:
-    """Only some layers may have cross-attention at all, and of stages one may have fewer layers than another."""
+    """Only some layers may have cross-attention or a step to the next stage, and stages may differ in length."""
     attention = path.rpartition(".")[0]
-    if CROSS_ATTENTION.search(attention) and not any(other.startswith(f"{attention}.") for other in modules):
+    only_some = CROSS_ATTENTION.search(attention) or attention.startswith("downsample")
+    if only_some and not any(other.startswith(f"{attention}.") for other in modules):
         return True
     inner = _IN_A_LIST.match(path)
     # Its own list ends before; a gap in it would be noticed.

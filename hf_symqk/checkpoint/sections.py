@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ..attention import HEAD_DIM, NUM_HEADS, NUM_KEY_VALUE_HEADS, value_of
+from ..attention import HEAD_DIM, NUM_HEADS, NUM_KEY_VALUE_HEADS, layouts, value_of
 from .counts import counts_of
 from .sources import Source
 from .weights import read_json
@@ -132,7 +132,7 @@ def section_of(config: PreTrainedConfig, path: str, widths: Container[int] | Non
             continue  # called after what it attends to, like the `encoder_attn` of a decoder
         named = parts_speaking_for(config, part)
         # Part of the whole may be called after what it attends to, and be described by the whole's config.
-        config = next((sub for sub in named if any(_first(part, _HEADS) for part in _with_parts(sub))), config)
+        config = next((sub for sub in named if any(map(_counts_heads, _with_parts(sub)))), config)
     whole = _section(config, parts)
     staged = any(_section(sub, parts).per_layer for sub in _with_parts(config) if sub is not config)
     if whole.num_attention_heads is None or not _fits(whole, widths) or staged:
@@ -208,19 +208,27 @@ def _first(config: PreTrainedConfig, names: tuple[str, ...], number: int = 0) ->
     return None
 
 
+def _counts_heads(config: PreTrainedConfig) -> bool:
+    """Whether a config says how many heads there are, or is of a type whose layout does."""
+    types = {name for layout in layouts() if layout.num_heads for name in layout.model_types or ()}
+    return _first(config, _HEADS) is not None or value_of(config, "model_type") in types
+
+
 def _with_parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     yield config
     for sub in sub_configs(config).values():
         yield from _with_parts(sub)
 
 
-def _nearness(name: str, part: str) -> tuple[bool, bool, bool]:
+def _nearness(name: str, part: str) -> tuple[bool, int, bool, bool]:
     """
-    Of several configs that share a word with a part of a path: the same name, then the same side, come first. A bare
-    `encoder_config` comes last: a `sam_encoder` has a `sam_config`.
+    Of several configs that share words with a part of a path: the same name comes first, then more words, then the
+    same side. A bare `encoder_config` comes last of its kind: a `sam_encoder` has a `sam_config`.
     """
     stem = name.removesuffix("_config")
-    return stem == part, stem != "encoder", any(side in stem.split("_") and side in part.split("_") for side in _SIDES)
+    words, others = stem.split("_"), part.split("_")
+    shared = len(set(words) & set(others))
+    return stem == part, shared, stem != "encoder", any(side in words and side in others for side in _SIDES)
 
 
 def speaks_for(name: str, part: str) -> bool:
