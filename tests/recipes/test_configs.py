@@ -98,7 +98,7 @@ def test_dry_run(preset, documents, tokenizer, tmp_path):
     """
     recipe = importlib.import_module("mlm" if preset.startswith("encoder") else "clm")
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    overrides = {**read(preset)["config_overrides"], "hidden_size": 64, "intermediate_size": 64}
+    overrides = {**read(preset)["config_overrides"], "hidden_size": 96, "intermediate_size": 64}
     column = read(preset)["text_column"]
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({column: document}) + "\n" for document in documents))
@@ -131,7 +131,7 @@ def test_jigsaw_as_downloaded(tmp_path, tokenizer, documents, monkeypatch):
         archive.writestr("train.csv.zip", inner.getvalue())
     monkeypatch.chdir(tmp_path)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    overrides = {**read("encoder_04_jigsaw")["config_overrides"], "hidden_size": 64, "intermediate_size": 64}
+    overrides = {**read("encoder_04_jigsaw")["config_overrides"], "hidden_size": 96, "intermediate_size": 64}
     mlm.main(
         [
             *(str(CONFIGS / "encoder_04_jigsaw.yaml"), "--max_steps", "1", "--fp16", "false", "--use_cpu"),
