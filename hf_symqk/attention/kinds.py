@@ -37,6 +37,8 @@ _GENERATING = {
 _TOWER = re.compile(
     r"vision|visual|image|video|audio|speech|codec|vq|protein|qformer|resampler|perceiver|projector|connector"
 )
+# What a decoder's config speaks for and is none: the encoder of what CLVP's decoder goes on from.
+_CONDITIONING = re.compile(r"(^|\.)conditioning_encoder\.")
 # Layers of a model that is no part of another.
 _WHOLE = re.compile(r"(model\.)?layers\.")
 # What follows a model's type in the type of its part that speaks.
@@ -73,11 +75,16 @@ _BY_TYPE: dict[str, bool | None] = {
             "pocket_tts_audio_tokenizer_encoder",
             "pp_formulanet_text",
             "semantic",
+            "timesfm2_5",
+            "voxtral_realtime_encoder",
+            "xclip_text_model",
         ),
         True,
     ),
-    **dict.fromkeys(("fine_acoustics", "xlnet"), False),
-    **dict.fromkeys(("cpmant", "deepseek_ocr2_encoder", "phi4_multimodal_audio", "phi4_multimodal_vision"), None),
+    **dict.fromkeys(("fine_acoustics", "t5gemma2_text", "xlnet"), False),
+    **dict.fromkeys(
+        ("cpmant", "git", "deepseek_ocr2_encoder", "phi4_multimodal_audio", "phi4_multimodal_vision"), None
+    ),
 }
 # Types that are causal in a decoder alone: `is_decoder` of their config says something else, or nothing.
 _CAUSAL_AS_DECODER = {"blip_text_model", "informer", "pix2struct_text_model", "time_series_transformer"}
@@ -97,6 +104,8 @@ _CAUSAL_ENCODERS = {
     "owlv2_text_model",
     "owlvit_text_model",
     "pocket_tts_audio_tokenizer_encoder",
+    "voxtral_realtime_encoder",
+    "xclip_text_model",
 }
 
 
@@ -146,6 +155,8 @@ def _side(where: str) -> Role | None:
 
 
 def _causal(model_type: str, side: Role | None, name: str, config: Any) -> bool | None:
+    if _CONDITIONING.search(name):
+        return False
     if model_type in _BY_TYPE:
         return _BY_TYPE[model_type]
     if model_type in _CAUSAL_AS_DECODER:
@@ -160,6 +171,8 @@ def _causal(model_type: str, side: Role | None, name: str, config: Any) -> bool 
         return None if side is None else side == "decoder" and _generates(model_type)
     if model_type in _DECODER_BY_FLAG:
         return False
+    if (ahead := value_of(config, "attention_context_right")) is not None:
+        return ahead == 0  # local attention over sound
     if _TOWER.search(name) or (model_type not in _GENERATING and _TOWER.search(model_type)):
         return False if model_type in CONFIG_MAPPING else None
     if _generates(model_type):
