@@ -66,7 +66,7 @@ RUN = range(0, PARTS, 2)
 @pytest.mark.slow
 @pytest.mark.parametrize("part", RUN)
 def test_no_type_is_told_wrongly(part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of half of the model types: what a forward reaches looks the way that the package says, or is listed as not told."""
+    """Of half of the model types: what a forward reaches looks as the package says, or is listed as not told."""
     monkeypatch.setattr(report, "examine", examine)
     output = tmp_path / "directions.jsonl"
     report.run(model_types()[part::PARTS], output, seconds=20, workers=2)
