@@ -138,7 +138,7 @@ def _results(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _task(model_class: str) -> str | None:
-    tasks: dict[str, dict[str, str]] = TASK_MAPPING  # it carries no types of its own
+    tasks: Mapping[str, Any] = TASK_MAPPING  # it carries no types of its own
     return next((task for task, classes in tasks.items() if model_class in classes.values()), None)
 
 

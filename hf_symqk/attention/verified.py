@@ -208,9 +208,14 @@ def is_verified(layout: QKLayout, module: nn.Module, model_type: str | None, kin
     return load_support().proves(layout.name, model_type, kind)
 
 
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
 class _Layer(Protocol):
     @property
-    def layout(self) -> QKLayout: ...
+    def layout(self) -> _Named: ...
     @property
     def kind(self) -> str: ...
     @property
