@@ -101,6 +101,8 @@ def write_model_card(
             command=_command(record),
             details=_details(record),
             qk_init=_short(record["qk_init"]) if record.get("qk_init") else "",
+            pretrained=arguments.get("model_name_or_path") or "",
+            redrawn=", values" if (record.get("qk_init") or {}).get("distribution") else "",
             status=record["status"],
             results=[(f"held-out {metric.replace('_', ' ')}", f"{value:.4g}") for metric, value in results.items()],
             score_columns=columns,

@@ -233,7 +233,7 @@ class QKScores:
         """
         try:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"{os.fspath(path)!r} does not hold QKScores ({error}).") from error
 
     def __str__(self) -> str:

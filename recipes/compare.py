@@ -237,7 +237,10 @@ def main(argv: Sequence[str] | None = None) -> list[Outcome]:
             if finished:
                 print(f"finished already: {', '.join(finished)}", flush=True)
             if jobs:
-                print(f"{len(jobs)} runs, {arguments.jobs} at once: {shlex.join(jobs[0].command)}", flush=True)
+                print(
+                    f"{len(jobs)} runs, {arguments.jobs} at once: {shlex.join(without_secrets(jobs[0].command))}",
+                    flush=True,
+                )
             outcomes = run_jobs(jobs, arguments.jobs, lambda line: print(line, flush=True))
             failed = [outcome.job.name for outcome in outcomes if not outcome.finished]
             try:

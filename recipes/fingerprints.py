@@ -235,8 +235,8 @@ def _claims(model: nn.Module) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
 def _rows_of(layer: AttentionLayer, part: Part) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
     """Parameters of a part, each with a mask that broadcasts to its matrix or vector."""
     for piece in layer.projection(part).pieces:
-        holder = layer.module.get_submodule(piece.module)
-        number, _ = piece_widths(layer.module, piece)
+        holder = layer.holding.get_submodule(piece.module)
+        number, _ = piece_widths(layer.holding, piece)
         mask = torch.zeros(number, dtype=torch.bool)
         mask[piece.rows.select(torch.arange(number), layer.heads).flatten()] = True
         weight, bias = getattr(holder, piece.weight), getattr(holder, piece.bias, None)

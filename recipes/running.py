@@ -300,7 +300,7 @@ class Run:
 
     def _train(self, trainer: FingerprintedTrainer) -> dict[str, float]:
         model: Any = trainer.model
-        first = hf_symqk.score_model(model)
+        first = _scores(model)
         result = trainer.train(resume_from_checkpoint=_checkpoint(trainer.args))
         trainer.save_model()
         metrics = dict(result.metrics)
@@ -309,8 +309,11 @@ class Run:
         self._report_scores(trainer, first)
         return metrics
 
-    def _report_scores(self, trainer: FingerprintedTrainer, first: hf_symqk.QKScores) -> None:
-        table = compare_scores(first, hf_symqk.score_model(trainer.accelerator.unwrap_model(trainer.model)))
+    def _report_scores(self, trainer: FingerprintedTrainer, first: hf_symqk.QKScores | None) -> None:
+        last_scores = None if first is None else _scores(trainer.accelerator.unwrap_model(trainer.model))
+        if first is None or last_scores is None:
+            return
+        table = compare_scores(first, last_scores)
         if trainer.is_world_process_zero():
             path = write_score_table(table, str(trainer.args.output_dir))
             # `load_best_model_at_end` has put another step's weights back by now.
@@ -347,17 +350,31 @@ class Run:
             )
 
 
+def _scores(model: Any) -> hf_symqk.QKScores | None:
+    """Scores for the table of the run, which goes on without them."""
+    try:
+        return hf_symqk.score_model(model)
+    except Exception as error:
+        logger.warning("no table of W_qk scores: %s", error)
+        return None
+
+
 def _write_card(folder: Path) -> None:
+    """The run is over and saved: whatever is wrong with a picture or a text must not make a failure of it."""
     try:
         figure = plot_history(folder)
-    except ImportError as error:
-        logger.info("the model card has no figure: %s", error)
-    else:
         from matplotlib import pyplot
 
         figure.savefig(folder / SCORES_FIGURE)
         pyplot.close(figure)
-    write_model_card(folder)
+    except ImportError as error:
+        logger.info("the model card has no figure: %s", error)
+    except Exception as error:
+        logger.warning("the model card has no figure: %s: %s", type(error).__name__, error)
+    try:
+        write_model_card(folder)
+    except Exception as error:
+        logger.warning("no model card: %s: %s", type(error).__name__, error)
 
 
 def _checkpoint(arguments: TrainingArguments) -> str | bool | None:

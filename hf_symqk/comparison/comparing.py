@@ -213,13 +213,18 @@ def _final(runs: Sequence[Run], key: str, confidence: float) -> Estimate | None:
 
 
 def _best(summaries: Sequence[ArmSummary], arm: str) -> Key:
-    """The rate of the lowest mean final loss; a run that diverged is never the best."""
+    """
+    The rate of the lowest mean final loss among those that were run with most seeds: a lucky seed makes none the best.
+    A run that diverged is never the best.
+    """
+    own = [one for one in summaries if one.arm == arm]
+    most = max(len(one.seeds) for one in own)
 
     def loss(one: ArmSummary) -> float:
         found = one.held_out or one.train
         return found.mean if found is not None and math.isfinite(found.mean) else math.inf
 
-    return arm, min((one for one in summaries if one.arm == arm), key=loss).learning_rate
+    return arm, min((one for one in own if len(one.seeds) == most), key=loss).learning_rate
 
 
 def _contrasts(

@@ -38,7 +38,7 @@ def read_curves(path: str | os.PathLike[str], baseline: str = "none") -> list[Ru
     Raises:
         ComparisonError: if the file cannot be read, has no column `step` or no baseline, or a column is not numeric.
     """
-    table = _read(Path(path))
+    table, empty = _read(Path(path))
     names = [str(name) for name in table.columns if name != "step"]
     parts = {name: _parts(name) for name in names}
     stems = {stem for stem, _, _ in parts.values()}
@@ -46,7 +46,8 @@ def read_curves(path: str | os.PathLike[str], baseline: str = "none") -> list[Ru
     for name in names:
         stem, seed, rate = parts[name]
         group, arm = _group_and_arm(stem, stems, baseline)
-        curve = pd.Series(table[name].to_numpy(dtype=float), index=table["step"].astype(int)).dropna()
+        logged = ~empty[name]
+        curve = pd.Series(table[name][logged].to_numpy(), index=table["step"][logged].astype(int))
         if curve.empty:
             raise ComparisonError(f"{str(path)!r}: the column {name!r} is empty.")
         runs.append(Run(f"{path}: {name}", arm, seed, rate, {TRAIN: curve}, str(path), group))
@@ -62,23 +63,28 @@ def read_curves(path: str | os.PathLike[str], baseline: str = "none") -> list[Ru
     return runs
 
 
-def _read(path: Path) -> pd.DataFrame:
+def _read(path: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The numbers, and which cells are empty: a loss that is written as NaN is one that diverged."""
     try:
-        table = pd.read_csv(path)
+        text = pd.read_csv(path, dtype=str, keep_default_na=False)
     except (OSError, ValueError) as error:
         raise ComparisonError(f"{str(path)!r} cannot be read: {error}") from None
-    if "step" not in table:
-        raise ComparisonError(f"{str(path)!r} has no column 'step'; its columns are {', '.join(map(str, table))}.")
-    if len(table.columns) < 3:
+    if "step" not in text:
+        raise ComparisonError(f"{str(path)!r} has no column 'step'; its columns are {', '.join(map(str, text))}.")
+    if len(text.columns) < 3:
         raise ComparisonError(f"{str(path)!r} has fewer than two columns of losses: there is nothing to compare.")
-    words = [str(name) for name in table if not pd.api.types.is_numeric_dtype(table[name])]
+    text = text.apply(lambda column: column.str.strip())
+    empty = text == ""
+    table = text.apply(pd.to_numeric, errors="coerce").astype(float)
+    no_numbers = table.isna() & ~empty & (text.apply(lambda column: column.str.lower()) != "nan")
+    words = [str(name) for name in table if no_numbers[name].any()]
     if words:
         raise ComparisonError(f"{str(path)!r}: {', '.join(words)} has values that are no numbers.")
     if not (table["step"] % 1 == 0).all():
         raise ComparisonError(f"{str(path)!r}: a step is missing, or no whole number.")
     if not table["step"].is_monotonic_increasing or not table["step"].is_unique:
         raise ComparisonError(f"{str(path)!r}: the steps do not increase from line to line.")
-    return table
+    return table, empty
 
 
 def _parts(name: str) -> tuple[str, int | None, float | None]:

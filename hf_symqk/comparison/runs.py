@@ -133,8 +133,12 @@ def read_folders(
         if record is None and (unfinished := _unfinished(state)):
             left_out.append(f"{folder}: {unfinished}")
             continue
-        name, entropy = str(folder), _entropy(folder, record)
-        runs.append(Run(name, arm, seed, rate, _curves(state), name, record=record, entropy=entropy))
+        name = str(folder)
+        try:
+            curves, entropy = _curves(state), _entropy(folder, record)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ComparisonError(f"{name!r}: its log is not what `Trainer` writes: {error}") from None
+        runs.append(Run(name, arm, seed, rate, curves, name, record=record, entropy=entropy))
     return runs, left_out, list(dict.fromkeys(arms))
 
 
@@ -251,8 +255,11 @@ def _curves(state: Mapping[str, Any]) -> dict[str, pd.Series]:
     for entry in state["log_history"]:
         for key, value in entry.items():
             if (key in (TRAIN, HELD_OUT) or is_score(key)) and "step" in entry:
-                # The last value of a step counts: an evaluation after training repeats that of its last step.
-                points.setdefault(key, {})[int(entry["step"])] = math.nan if value is None else float(value)
+                at, curve = int(entry["step"]), points.setdefault(key, {})
+                # An evaluation after training repeats that of its last step, or is of another step's weights
+                # (`load_best_model_at_end`).
+                if not (key == HELD_OUT and at in curve):
+                    curve[at] = math.nan if value is None else float(value)
     return {key: pd.Series(values, dtype=float).sort_index() for key, values in points.items()}
 
 

@@ -39,7 +39,7 @@ class SpeedUp:
     @property
     def fraction(self) -> float:
         """`1 - step / last_step`; 0 where the target is not reached, as the paper counts it."""
-        return 0.0 if self.step is None else 1 - self.step / self.last_step
+        return 0.0 if self.step is None or not self.last_step else 1 - self.step / self.last_step
 
 
 def raw_speed_up(treated: pd.Series, baseline: pd.Series) -> SpeedUp:

@@ -253,3 +253,15 @@ def test_probing_proves_or_replaces(flipped: bool, layout: str) -> None:
         warnings.simplefilter("error")
         scores = score_model(model, probe=True, inputs={"input": torch.randn(2, 5, 48)})
     assert [(layer.layout, layer.verified) for layer in scores.layers] == [(layout, True)]
+
+
+def test_a_forward_that_somebody_replaced_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries that make models faster put functions of their own into Transformers' classes."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("not run here")
+
+    model = AutoModel.from_config(LlamaConfig(**SMALL))
+    assert all(layer.verified for layer in survey_attention(model).layers)
+    monkeypatch.setattr(LlamaAttention, "forward", forward)
+    assert not any(layer.verified for layer in survey_attention(model).layers)

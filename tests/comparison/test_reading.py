@@ -60,12 +60,29 @@ def test_record_wins_over_the_name(tmp_path):
     assert run.curves["loss"].iloc[-1] == 3.0
 
 
-def test_last_value_of_a_step_counts(tmp_path):
-    """An evaluation after training repeats the step of the last one in it."""
+def test_evaluation_after_training_does_not_count(tmp_path):
+    """It repeats that of the last step, or is of the best step's weights: a minimum, chosen on the held-out data."""
     logged = state(falling(3.0), {200: 3.5})
     logged["log_history"].append({"step": 200, "eval_loss": 3.25})
     ((run,), _, _) = read_folders([write_run(tmp_path / "none", logged)])
-    assert run.curves["eval_loss"].to_dict() == {200: 3.25}
+    assert run.curves["eval_loss"].to_dict() == {200: 3.5}
+
+
+@pytest.mark.parametrize("entry", [{"step": None, "loss": 1.0}, "text", {"step": 3, "loss": "low"}])
+def test_a_log_that_is_none_is_named(tmp_path, entry):
+    logged = state(falling(3.0), {200: 3.5})
+    logged["log_history"].append(entry)
+    with pytest.raises(ComparisonError, match=r"none.*not what `Trainer` writes"):
+        read_folders([write_run(tmp_path / "none", logged)])
+
+
+def test_a_column_that_diverged_keeps_its_steps(tmp_path):
+    """Else the losses before it diverged would be compared; an empty cell alone is a step that was not logged."""
+    file = tmp_path / "curves.csv"
+    file.write_text("step,small,small--symmetric\n1,4,4\n2,3,\n3,2.5,nan\n4,2,NaN\n")
+    runs = {run.arm: run.curves["loss"] for run in read_curves(file)}
+    assert list(runs["symmetric"].index) == [1, 3, 4]
+    assert runs["symmetric"].isna().tolist() == [False, True, True]
 
 
 def test_folder_of_runs_and_state_in_a_checkpoint(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from fingerprints import BatchFingerprint, count_parameters, fingerprint_weights
 from loss_run import run
+from oracle.building import build
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -174,3 +175,18 @@ def test_two_processes_and_a_resume_change_nothing(reference, tmp_path):
         )
         assert done.returncode == 0, done.stderr[-3000:]
         assert json.loads(file.read_text())["fingerprint"] == reference
+
+
+def test_layers_that_borrow_their_keys() -> None:
+    """Gemma 3n's later layers have queries alone: their own and the borrowed keys are Q and K, and nothing else is."""
+    model = build("gemma3n_text")
+    before = fingerprint_weights(model)
+    with torch.no_grad():
+        model.get_parameter("layers.3.self_attn.q_proj.weight").add_(1)
+        model.get_parameter("layers.1.self_attn.k_proj.weight").add_(1)
+    after = fingerprint_weights(model)
+    assert (after["weights"], after["v"]) == (before["weights"], before["v"])
+    assert after["qk"] != before["qk"]
+    with torch.no_grad():
+        model.get_parameter("layers.3.self_attn.o_proj.weight").add_(1)
+    assert fingerprint_weights(model)["weights"] != before["weights"]
