@@ -30,7 +30,16 @@ _ATTENDS_TO = re.compile(r"(attn|attention)$")
 _HEADS = (*NUM_HEADS, "attention_heads", "self_attention_heads")
 _KEY_VALUE_HEADS = (*NUM_KEY_VALUE_HEADS, "key_value_heads")
 _LAYERS = ("num_hidden_layers", "layers", "num_layers", "n_layers", "n_layer")
-_WIDTH = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "true_hidden_size", "hidden_dim")
+_WIDTH = (
+    "hidden_size",
+    "d_model",
+    "n_embd",
+    "dim",
+    "embed_dim",
+    "true_hidden_size",
+    "attention_hidden_size",
+    "hidden_dim",
+)
 _NAMES = (_HEADS, _KEY_VALUE_HEADS, HEAD_DIM, _WIDTH, _LAYERS)
 
 

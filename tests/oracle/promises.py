@@ -318,7 +318,9 @@ def _nearly(one: Any, other: Any) -> bool:
     """Whether scores differ by the order of sums alone."""
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(_nearly, one, other))
-    return isinstance(one, float) and isinstance(other, float) and math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-5)
+    if not (isinstance(one, float) and isinstance(other, float)):
+        return False
+    return math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-5) or (math.isnan(one) and math.isnan(other))
 
 
 def _told(error: Exception) -> str:

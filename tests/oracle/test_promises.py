@@ -177,6 +177,8 @@ def test_files_score_like_the_model(model_type: str, changes: dict[str, int], tm
 KNOWN_CHECKPOINTS: dict[str, dict[str, set[str]]] = {
     "refused": {
         "a factor that only the live module knows": {"deepseek_v4", "dots3_note", "dots3_note_text", "longcat_flash"},
+        "grouped convolutions, whose stored width is that of one group": {"squeezebert"},
+        "shared blocks, whose parts one layer alone has": {"zamba"},
         "a pooling head of torch's own attention": {"phi4_multimodal", "phi4_multimodal_vision"},
         "a small config that contradicts itself, live as well": {"pix2struct"},
         "a path that none of the config's parts is named after": {"janus"},
@@ -194,7 +196,10 @@ KNOWN_CHECKPOINTS: dict[str, dict[str, set[str]]] = {
         "layers that borrow keys look as if they had lost some": {"gemma4_unified_assistant"},
         "grouped keys, which Transformers itself does not load back from its three equal parts": {"nemo_speechlm"},
     },
-    "broken": {"files have the names of another class": {"dinov3_vit"}},
+    "broken": {
+        "files have the names of another class": {"dinov3_vit", "sapiens2"},
+        "config.json does not name the part, whose layers are listed as skipped": {"pp_formulanet"},
+    },
     "told": {
         "the path and config.json name another part of the config than the module has": {
             "EvollaModel",
