@@ -209,6 +209,7 @@ KNOWN_CHECKPOINTS: dict[str, dict[str, set[str]]] = {
             "fun_asr_nano",
             "molmo2",
             "sam3",
+            "sam3_video",
             "xclip",
         },
     },
