@@ -230,7 +230,7 @@ def _known(outcome: str) -> set[str]:
 
 
 PARTS = 12
-# A quarter of the types; all of them take some twelve minutes: `python -m oracle.report --promises alone --output x.jsonl`.
+# A quarter of the types; all of them (twelve minutes): `python -m oracle.report --promises alone --output x.jsonl`.
 RUN = range(0, PARTS, 4)
 
 
