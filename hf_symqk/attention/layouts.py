@@ -299,6 +299,7 @@ def _load_entry_points() -> None:
     if _loaded:
         return
     _loaded.add(ENTRY_POINTS)  # before loading, since what is loaded may read the table itself
+    by_hand = [name for name in _LAYOUTS if name not in _BUILT_IN]
     for point in entry_points(group=ENTRY_POINTS):
         before = dict(_LAYOUTS)
         try:
@@ -316,9 +317,8 @@ def _load_entry_points() -> None:
                 RuntimeWarning,
                 stacklevel=3,
             )
-            continue
-        for name in before.keys() - _BUILT_IN:
-            _LAYOUTS[name] = _LAYOUTS.pop(name)
+    for name in by_hand:
+        _LAYOUTS[name] = _LAYOUTS.pop(name)
 
 
 # At the end, since it registers its entries with the functions above.
