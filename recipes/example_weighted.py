@@ -17,16 +17,16 @@ import datasets
 import numpy as np
 import torch
 from arguments import RecipeError, check_one_gpu
-from examples import EpochCallback
+from examples import IGNORED, EpochCallback
 from fingerprints import FingerprintedTrainer
+from token_weighted import logits_of
 from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 
 
-__all__ = ["IGNORED", "ExampleMeanLoss", "ExampleWeightedTrainer", "KeyedExamples", "KeyedSampler"]
+__all__ = ["ExampleMeanLoss", "ExampleWeightedTrainer", "KeyedExamples", "KeyedSampler"]
 
-IGNORED = -100
 Key = tuple[int, int]
 Encoder = Callable[[dict[str, Any], Sequence[Key]], list[dict[str, Any]]]
 
@@ -154,7 +154,7 @@ class ExampleMeanLoss:
         Returns:
             `torch.Tensor`: a scalar; nats, or the square of the labels' unit.
         """
-        logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+        logits = logits_of(outputs)
         labels = labels.to(logits.device)
         counted = labels != IGNORED
         count = torch.as_tensor(counted.sum() if num_items_in_batch is None else num_items_in_batch)

@@ -18,9 +18,9 @@ from packing import Packer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
-__all__ = ["BlockDataset", "BlockStream", "EpochCallback", "next_token_example"]
+__all__ = ["IGNORED", "BlockDataset", "BlockStream", "EpochCallback", "next_token_example"]
 
-IGNORED = -100
+IGNORED = -100  # label of what the losses leave out
 MakeExample = Callable[[Sequence[int], int, int], dict[str, torch.Tensor]]
 
 

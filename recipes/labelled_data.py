@@ -16,7 +16,8 @@ import datasets
 import numpy as np
 import torch
 from arguments import RecipeError, SourceArguments
-from example_weighted import IGNORED, Encoder
+from example_weighted import Encoder
+from examples import IGNORED
 from text_data import SPLIT_SEED
 
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from arguments import RecipeError
+from examples import IGNORED
 from transformers import PreTrainedTokenizerBase
 
 
@@ -22,7 +23,6 @@ __all__ = ["EVALUATION_MASK_SEED", "TokenMasker"]
 
 # Held-out masks are the same in every run, whatever its seed.
 EVALUATION_MASK_SEED = 10_000
-IGNORED = -100
 
 
 class TokenMasker:

@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 from arguments import RecipeError, check_one_gpu
+from examples import IGNORED
 from fingerprints import FingerprintedTrainer
 from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 
 
-__all__ = ["TokenMeanLoss", "TokenWeightedTrainer"]
-
-IGNORED = -100
+__all__ = ["TokenMeanLoss", "TokenWeightedTrainer", "logits_of"]
 
 
 def _aligned(labels: torch.Tensor, offset: int) -> torch.Tensor:
@@ -25,8 +24,8 @@ def _aligned(labels: torch.Tensor, offset: int) -> torch.Tensor:
     return functional.pad(labels[:, offset:], (0, offset), value=IGNORED)
 
 
-def _logits(outputs: Any) -> torch.Tensor:
-    """Logits `(B, N, V)` of a model's output, which was called without labels."""
+def logits_of(outputs: Any) -> torch.Tensor:
+    """Logits, `(B, N, V)` or `(B, C)`, of a model's output, which was called without labels."""
     return outputs["logits"] if isinstance(outputs, dict) else outputs[0]
 
 
@@ -69,7 +68,7 @@ class TokenMeanLoss:
         Returns:
             `torch.Tensor`: a scalar, in nats.
         """
-        logits = _logits(outputs).float()
+        logits = logits_of(outputs).float()
         labels = _aligned(labels.to(logits.device), self.offset)
         total = functional.cross_entropy(
             logits.reshape(-1, logits.shape[-1]),

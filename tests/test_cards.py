@@ -54,7 +54,7 @@ def test_metadata(run: Path) -> None:
     """What the card's metadata say, read back from the file by huggingface_hub."""
     write_model_card(run)
     data = ModelCard.load(run / CARD).data
-    assert data.library_name == "transformers"
+    assert data["library_name"] == "transformers"
     assert data.pipeline_tag == "fill-mask"
     assert data.model_name == "my-run"
     assert data.tags == ["hf_symqk", "qk-init", "mlm"]

@@ -219,8 +219,10 @@ def _first(config: PreTrainedConfig, names: tuple[str, ...], number: int = 0) ->
 
 def _counts_heads(config: PreTrainedConfig) -> bool:
     """Whether a config says how many heads there are, or is of a type whose layout does."""
-    types = {name for layout in layouts() if layout.num_heads for name in layout.model_types or ()}
-    return _first(config, _HEADS) is not None or value_of(config, "model_type") in types
+    if _first(config, _HEADS) is not None:
+        return True
+    kind = value_of(config, "model_type")
+    return any(layout.num_heads and kind in (layout.model_types or ()) for layout in layouts())
 
 
 def _with_parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
