@@ -4,7 +4,7 @@ from .attention import find_attention_layers, register_qk_layout, unregister_qk_
 from .bilinear import BilinearForm, BilinearScores, directionality_score, symmetry_score
 from .callback import QKScoreCallback
 from .checkpoint import score_checkpoint
-from .init import SymmetricInit, apply_qk_init
+from .init import SymmetricInit, apply_qk_init, register_qk_init, unregister_qk_init
 from .plugin import register, unregister
 from .scores import LayerScores, QKScores
 from .scoring import score_model
@@ -21,11 +21,13 @@ __all__ = [
     "directionality_score",
     "find_attention_layers",
     "register",
+    "register_qk_init",
     "register_qk_layout",
     "score_checkpoint",
     "score_model",
     "symmetry_score",
     "unregister",
+    "unregister_qk_init",
     "unregister_qk_layout",
 ]
 

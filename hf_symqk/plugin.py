@@ -221,7 +221,7 @@ def _apply_options(model: PreTrainedModel, is_part: bool) -> None:
             continue  # everything came from a checkpoint, for which an option that was saved with it asks nothing
         chosen = choose_layers(survey, init)
         written = [layer for layer in chosen if layer in fresh]
-        write_init(written, init)
+        write_init(written, init, survey.layers)
         claimed.update(layer.module for layer in chosen)
         (_written_in_part.update if is_part else _written_in_part.difference_update)(claimed)
         for layer in written:

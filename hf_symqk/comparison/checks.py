@@ -57,6 +57,8 @@ IGNORED_ARGUMENTS = frozenset(
 )
 # What makes an arm, a seed or a rate of the comparison.
 _VARIED = frozenset({"qk_init", "seed", "data_seed", "learning_rate"})
+# What of an initialisation says which values and biases it redraws, and how.
+_REDRAWING = ("distribution", "layers", "attention")
 _SETTINGS = ("recipe", "model", "data", "num_processes", "max_steps")
 
 
@@ -253,7 +255,7 @@ def _redraws(run: Run) -> str:
     init = _record(run).get("qk_init")
     if not isinstance(init, Mapping) or init.get("distribution") is None:
         return ""
-    return json.dumps({name: value for name, value in init.items() if name != "scheme"}, sort_keys=True)
+    return json.dumps({name: init[name] for name in _REDRAWING if name in init}, sort_keys=True)
 
 
 def _same_hashes(runs: Sequence[Run], name: str, key: Callable[[Run], tuple[Any, ...]], fault: str) -> list[str]:

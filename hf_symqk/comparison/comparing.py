@@ -12,7 +12,7 @@ from .checks import align, check_unique, pairing, state_unrecorded
 from .curve_files import read_curves
 from .errors import ComparisonError
 from .results import EQUAL_RATES, LEARNED_BY, LOSS_LABELS, OWN_RATES, ArmSummary, Comparison, Contrast
-from .runs import HELD_OUT, TRAIN, Run, read_folders
+from .runs import HELD_OUT, TRAIN, Run, independent_twin, read_folders
 from .speedup import raw_speed_up, smoothed_speed_up, window_size
 from .statements import make_statements
 from .statistics import Estimate, estimate, holm, sign_flip_p, smallest_p
@@ -165,9 +165,8 @@ def _pairs(runs: Sequence[Run], baseline: str, asked: list[tuple[str, str]] | No
         return [pair for pair in asked if set(pair) <= set(arms)]
     pairs = [(arm, baseline) for arm in arms if arm != baseline and baseline in arms]
     for arm in arms:
-        scheme, dash, rest = arm.partition("-")
-        twin = f"independent-{rest}"
-        if dash and scheme != "independent" and twin in arms and twin != baseline and arm != baseline:
+        twin = independent_twin(arm)
+        if twin is not None and twin in arms and twin != baseline and arm != baseline:
             pairs.append((arm, twin))
     return pairs
 

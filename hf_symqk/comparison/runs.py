@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -16,7 +17,7 @@ import pandas as pd
 from .errors import ComparisonError
 
 
-__all__ = ["HELD_OUT", "RECORD", "STATE", "TRAIN", "Run", "arm_name", "is_score", "read_folders"]
+__all__ = ["HELD_OUT", "RECORD", "STATE", "TRAIN", "Run", "arm_name", "independent_twin", "is_score", "read_folders"]
 
 STATE = "trainer_state.json"
 RECORD = "run.json"
@@ -24,6 +25,11 @@ TRAIN, HELD_OUT = "loss", "eval_loss"
 ENTROPY = "eval_unigram_entropy"
 
 _SCORE = re.compile(r"qk/(?:[^/]+/)?(symmetry|directionality)/median")
+# Numbers with their sign and fraction, and words.
+_WORD = re.compile(r"(?<!\w)-?\d+(?:\.\d+)?(?:e[-+]?\d+)?(?!\w)|\w+")
+_LONGEST_PART = 64
+# Fields of `SymmetricInit` that the scheme `independent` does not take.
+_OF_SCHEMES = ("norm", "options", "symmetry", "target")
 _SEED = re.compile(r"(?:^|[-_. ])seed[-_=]?(?P<seed>\d+)(?=$|[-_. ])", re.IGNORECASE)
 _RATE = re.compile(r"(?:^|[-_. ])lr[-_=]?(?P<rate>\d+(?:\.\d+)?(?:e[-+]?\d+)?)(?=$|[-_. ])", re.IGNORECASE)
 
@@ -80,6 +86,8 @@ def arm_name(qk_init: Mapping[str, Any] | str | None) -> str:
     ('none', 'symmetric')
     >>> arm_name({"scheme": "symmetric", "distribution": "kaiming_uniform", "layers": [0, 1]})
     'symmetric-kaiming_uniform-layers_0_1'
+    >>> arm_name({"scheme": "symmetric", "symmetry": -0.5, "target": "layer"})
+    'symmetric-symmetry_-0.5-target_layer'
 
     ```
     """
@@ -91,9 +99,38 @@ def arm_name(qk_init: Mapping[str, Any] | str | None) -> str:
     parts += [str(distribution)] if distribution is not None else []
     for name, value in sorted(values.items()):
         if value is not None and (name, value) != ("attention", "self"):
-            words = re.findall(r"\w+", json.dumps(value))
-            parts.append("_".join([name, *words]))
+            text = json.dumps(value)
+            part = "_".join([name, *_WORD.findall(text)])
+            if len(part) > _LONGEST_PART:  # a value for each of many layers
+                part = f"{part[: _LONGEST_PART - 9]}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+            parts.append(part)
     return "-".join(parts)
+
+
+def independent_twin(arm: str) -> str | None:
+    """
+    The arm that differs from another in its scheme only, as far as `independent` can: without what only other schemes
+    take.
+
+    Args:
+        arm (`str`): A name as [`arm_name`] makes it.
+
+    Returns:
+        `str` or `None`: `None` for arms that differ from the model's own initialisation in the scheme alone.
+
+    Example:
+
+    ```python
+    >>> independent_twin("symmetric-kaiming_uniform-symmetry_-0.5")
+    'independent-kaiming_uniform'
+
+    ```
+    """
+    scheme, _, rest = arm.partition("-")
+    # A minus stands before a digit, and no name begins with one.
+    parts = re.split(r"-(?!\d)", rest) if rest else []
+    shared = [part for part in parts if part.partition("_")[0] not in _OF_SCHEMES]
+    return "-".join(["independent", *shared]) if shared and scheme != "independent" else None
 
 
 def read_folders(
