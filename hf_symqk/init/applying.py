@@ -132,8 +132,8 @@ def _require_servable(request: LayerRequest, init: SymmetricInit) -> None:
             check(request)
         except ValueError as reason:
             raise ValueError(
-                f"Scheme {init.scheme!r} cannot serve {layer.name!r} ({layer.kind}-attention): {reason} Or choose "
-                "other layers with `layers` or `attention`."
+                f"Scheme {init.scheme!r} cannot serve {layer.name!r} ({layer.kind}-attention): {reason} Choose the "
+                "layers with `layers` or `attention`."
             ) from None
     layer.require_writable("query", "key")
     storages = layer.storages("query", "key") - {"plain"}

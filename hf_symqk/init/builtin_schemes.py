@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .logit_scale import logit_scale
-from .registry import LayerDraw, LayerRequest, register_qk_init
+from .registry import LayerDraw, LayerRequest, precise, register_qk_init
 from .turning import balanced_signs, planes, quarter_turn, turn_to
 
 
@@ -66,11 +66,7 @@ def _write_keys(draw: LayerDraw, act: Callable[[Tensor], Tensor]) -> None:
     """
     for source, target in draw.sources():
         source = act(source)
-        target.copy_(source if draw.ratio == 1 else _precise(source) * draw.ratio)
-
-
-def _precise(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+        target.copy_(source if draw.ratio == 1 else precise(source) * draw.ratio)
 
 
 def _write_symmetric(draw: LayerDraw) -> None:
@@ -78,7 +74,7 @@ def _write_symmetric(draw: LayerDraw) -> None:
         _write_keys(draw, lambda source: source)
         return
     pairs = planes(draw.channel_pairs)
-    weight = _precise(next(draw.sources())[0])
+    weight = precise(next(draw.sources())[0])
     turned = quarter_turn(weight, pairs)
     if draw.target == "layer":
         # Heads side by side are one wide head.
@@ -87,7 +83,7 @@ def _write_symmetric(draw: LayerDraw) -> None:
         cosine, sine = (value.view(-1, 1, 1) for value in turn_to(draw.symmetry, weight, turned))
 
     def turn(source: Tensor) -> Tensor:
-        source = _precise(source)
+        source = precise(source)
         return cosine.to(source) * source + sine.to(source) * quarter_turn(source, pairs)
 
     _write_keys(draw, turn)
@@ -115,7 +111,7 @@ def _write_spectrum(draw: LayerDraw) -> None:
     rotation = _random_rotations(weight.shape[0], basis.shape[-1], draw.generator).to(basis)
     draw.key.weight.copy_((basis @ rotation @ rest).mT * draw.ratio)
     if draw.query.bias is not None and draw.key.bias is not None:
-        draw.key.bias.copy_(_precise(draw.query.bias) * draw.ratio)
+        draw.key.bias.copy_(precise(draw.query.bias) * draw.ratio)
 
 
 def _random_rotations(number: int, size: int, generator: torch.Generator) -> Tensor:

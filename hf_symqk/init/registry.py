@@ -24,6 +24,7 @@ __all__ = [
     "LayerRequest",
     "QKInitScheme",
     "Target",
+    "precise",
     "register_qk_init",
     "scheme_named",
     "schemes",
@@ -31,6 +32,19 @@ __all__ = [
 ]
 
 Target = Literal["head", "layer"]
+
+
+def precise(tensor: Tensor) -> Tensor:
+    """
+    A tensor in at least single precision.
+
+    Args:
+        tensor (`torch.Tensor`): Any floating point tensor.
+
+    Returns:
+        `torch.Tensor`: The same one, unless it is of half precision.
+    """
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +114,8 @@ class LayerDraw(LayerRequest):
             groups = self.heads.num_key_value_groups
             if groups > 1:
                 # The sum over the group keeps the layer form symmetric, 1/√r keeps K's scale, the heads stay distinct.
-                source = source.float().unflatten(0, (self.heads.num_key_value_heads, groups)).sum(1)
-                source = source / math.sqrt(groups)
+                grouped = precise(source).unflatten(0, (self.heads.num_key_value_heads, groups))
+                source = grouped.sum(1) / math.sqrt(groups)
             yield source, target
 
 

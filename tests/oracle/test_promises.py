@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import hf_symqk
-from hf_symqk import init as init_module
 from hf_symqk import plugin
+from hf_symqk.init import LayerDraw, registry
 
 from .building import build, shake
 from .configs import model_types, small_config
@@ -22,6 +22,7 @@ from .promises import PROMISES, files_score_like_the_model, keep_promises
 from .report import examine_promises, read, run
 
 
+_SYMMETRIC = registry.scheme_named("symmetric")
 # A type a scheme or kind of model, and what comes of a promise where it is something else than "kept".
 QUICK: dict[str, dict[str, str]] = {
     "t5": {},
@@ -61,27 +62,27 @@ def test_a_refusal_names_module_and_reason() -> None:
 # --- the checks themselves ----------------------------------------------------------------------------------------
 
 
-def _draws(query: Any, key: Any, *others: Any) -> None:
-    init_module._symmetric(query, key, *others)
+def _draws(draw: LayerDraw) -> None:
+    _SYMMETRIC.write(draw)
     torch.rand(1)
 
 
-def _touches_queries(query: Any, key: Any, *others: Any) -> None:
-    init_module._symmetric(query, key, *others)
-    query.weight[0, 0, 0] += 1e-3
+def _touches_queries(draw: LayerDraw) -> None:
+    _SYMMETRIC.write(draw)
+    draw.query.weight[0, 0, 0] += 1e-3
 
 
-def _does_nothing(query: Any, key: Any, *others: Any) -> None:
+def _does_nothing(draw: LayerDraw) -> None:
     pass
 
 
 @pytest.mark.parametrize(
-    ("scheme", "note"),
+    ("write", "note"),
     [(_draws, "random state"), (_touches_queries, "query|symmetry"), (_does_nothing, "symmetry")],
 )
-def test_a_broken_start_is_noticed(scheme: Any, note: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_start_is_noticed(write: Any, note: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scheme that draws, writes to something else, or writes nothing."""
-    monkeypatch.setitem(init_module._SCHEMES, "symmetric", scheme)
+    monkeypatch.setitem(registry._SCHEMES, "symmetric", replace(_SYMMETRIC, write=write))
     found = keep_promises("bert")["init"]
     assert found.outcome == "broken"
     assert re.search(note, found.note)
