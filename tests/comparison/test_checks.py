@@ -70,6 +70,18 @@ def test_redrawn_distribution_has_other_weights_by_intent(tmp_path):
     """V and biases are redrawn too, which is said and not refused; arms of one distribution still have to agree."""
     folders = pair(tmp_path, record(KAIMING, hashes=hashes(v="redrawn")))
     assert any("redraws V and the biases" in line for line in compare_runs(folders).notes)
+    # What the scheme does to Q and K is no reason for other values.
+    member = {**KAIMING, "symmetry": -0.5, "target": "layer", "norm": "match"}
+    folders.append(
+        write_run(tmp_path / "m", state(falling(2.5), {200: 2.7}), record(member, hashes=hashes(v="redrawn")))
+    )
+    assert len(compare_runs(folders).contrasts) == 2
+    other = write_run(
+        tmp_path / "o", state(falling(2.5), {200: 2.7}), record({**member, "norm": None}, hashes=hashes(v="x"))
+    )
+    with pytest.raises(ComparisonError, match="different weights"):
+        compare_runs([*folders, other])
+    folders.pop()
     third = record({**KAIMING, "scheme": "independent"}, hashes=hashes(v="yet another"))
     folders.append(write_run(tmp_path / "c", state(falling(2.5), {200: 2.7}), third))
     with pytest.raises(ComparisonError, match="different weights") as caught:

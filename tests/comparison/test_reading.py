@@ -1,12 +1,13 @@
 """Which runs are found in folders and files, and what is said of those that cannot be used."""
 
 import json
+import re
 
 import pytest
 
 from hf_symqk.comparison import ComparisonError, compare_runs
 from hf_symqk.comparison.curve_files import read_curves
-from hf_symqk.comparison.runs import read_folders
+from hf_symqk.comparison.runs import arm_name, independent_twin, read_folders
 
 from .making import STEPS, falling, record, state, write_run
 
@@ -28,6 +29,51 @@ def test_arm_seed_and_rate_of_a_folder(tmp_path, name, identity):
     ((run,), left_out, _) = read_folders([folder])
     assert (run.arm, run.seed, run.learning_rate) == identity
     assert left_out == []
+
+
+def test_initialisations_have_names_of_their_own():
+    """Signs, fractions, levels and options tell arms apart; a name fits into a folder's, however many its layers."""
+    profile = [round(-0.9 + number / 29, 6) for number in range(48)]
+    inits = [
+        {"scheme": "symmetric"},
+        *({"scheme": "symmetric", "symmetry": value} for value in (0.5, -0.5, 0.05, 5e-07, -1.0, 0.0)),
+        *(
+            {"scheme": "symmetric", "symmetry": values}
+            for values in ([0.5, -0.5], [-0.5, 0.5], profile, profile[::-1])
+        ),
+        {"scheme": "symmetric", "symmetry": {"encoder": 0.5, "decoder": [0.5, -0.25]}},
+        {"scheme": "symmetric", "symmetry": 0.5, "target": "layer"},
+        {"scheme": "symmetric", "symmetry": 0.5, "target": "layer", "norm": "match"},
+        {"scheme": "symmetric", "norm": "match"},
+        {"scheme": "symmetric", "layers": [0, 1]},
+        {"scheme": "mimetic"},
+        {"scheme": "mimetic", "options": {"alpha": 0.5}},
+        {"scheme": "mimetic", "options": {"beta": 0.5}},
+    ]
+    names = [arm_name(init) for init in inits]
+    assert len(set(names)) == len(names)
+    assert all(re.fullmatch(r"[\w.-]{1,100}", name) for name in names)
+    assert names[1:4] == ["symmetric-symmetry_0.5", "symmetric-symmetry_-0.5", "symmetric-symmetry_0.05"]
+    assert "symmetric-norm_match-symmetry_0.5-target_layer" in names
+    assert "mimetic-options_alpha_0.5" in names
+
+
+@pytest.mark.parametrize(
+    ("arm", "twin"),
+    [
+        ("symmetric", None),
+        ("none", None),
+        ("symmetric-kaiming_uniform", "independent-kaiming_uniform"),
+        ("symmetric-kaiming_uniform-layers_0_1", "independent-kaiming_uniform-layers_0_1"),
+        ("symmetric-symmetry_-0.5", None),
+        ("symmetric-kaiming_uniform-norm_match-symmetry_-0.5_1e-07-target_layer", "independent-kaiming_uniform"),
+        ("mimetic-kaiming_uniform-options_alpha_0.5", "independent-kaiming_uniform"),
+        ("independent-kaiming_uniform", None),
+    ],
+)
+def test_the_independent_twin(arm, twin):
+    """It has the same distribution and layers, and nothing that it cannot have."""
+    assert independent_twin(arm) == twin
 
 
 def test_pattern(tmp_path):

@@ -64,6 +64,12 @@ def test_initialisations_differ_in_queries_and_keys_only(model_type):
     assert {name for name in plain if plain[name] != symmetric[name]} == {"qk"}
     other = fingerprint(model_type, seed=1)
     assert all(plain[name] != other[name] for name in plain)
+    # Also where a scheme or a norm writes W_q too.
+    level = {"symmetry": -0.5, "target": "layer", "norm": "match"}
+    for member in (level, "indefinite") if model_type == "llama" else (level, "mimetic", "spectrum"):
+        changed = fingerprint(model_type, qk_init=member)
+        assert {name for name in plain if plain[name] != changed[name]} == {"qk"}
+        assert changed["qk"] != symmetric["qk"]
     # This option redraws V as well, which is kept apart from the other weights for that reason.
     redrawn = fingerprint(model_type, qk_init={"scheme": "independent", "distribution": "kaiming_uniform"})
     assert {name for name in plain if plain[name] != redrawn[name]} == {"qk", "v"}
