@@ -15,8 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..attention import AttentionLayer, HeadShape, HeadTensors, Part
-from .pairing import ChannelPairs, channel_pairs
+from ..attention import AttentionLayer, ChannelPairs, HeadShape, HeadTensors, Part, channel_pairs
 
 
 __all__ = [

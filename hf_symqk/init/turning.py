@@ -12,8 +12,8 @@ scores `s` exactly where `tan² θ = (1 − s) ‖W W^T‖² / ((1 + s) ‖W J W
 import torch
 from torch import Tensor
 
+from ..attention import ChannelPairs
 from ..bilinear import BilinearForm
-from .pairing import ChannelPairs
 
 
 __all__ = ["balanced_signs", "planes", "quarter_turn", "turn_to"]

@@ -10,7 +10,7 @@ from architectures import BY_NAME
 from transformers import AutoConfig, AutoModel
 
 from hf_symqk import SymmetricInit, apply_qk_init, score_model
-from hf_symqk.init.pairing import ChannelPairs
+from hf_symqk.attention import ChannelPairs
 from hf_symqk.init.turning import balanced_signs, planes, quarter_turn
 
 from .family import attention_layer, dense_heads, drawn_bert, logits
