@@ -65,6 +65,17 @@ def on_cpu(engine: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
+def test_members_of_the_family_under_an_engine(engine, tmp_path):
+    """Bit by bit what one process writes, on each rank: also where randomness, W_q or a norm comes in."""
+    torchrun("distributed_init.py", engine, str(tmp_path), **on_cpu(engine))
+    for rank in (0, 1):
+        results = json.loads((tmp_path / f"differing_{rank}.json").read_text())
+        assert len(results) == {"fsdp2": 37, "zero3": 4}[engine]
+        assert {case: names for case, names in results.items() if names} == {}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3", "zero3_persistent"])
 def test_callback_under_an_engine(engine, tmp_path):
     """

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from architectures import BY_NAME
+from torch import nn
 from transformers import AutoConfig, AutoModel
 
 from hf_symqk import SymmetricInit, apply_qk_init, score_model
@@ -246,6 +247,25 @@ def test_logits_of_grouped_keys():
 
 
 # --- the norm -----------------------------------------------------------------------------------------------------
+
+
+def test_where_the_pairing_is_not_known():
+    """A model whose forward pass nobody has seen may rotate anything: J and signs by pairs are refused, ±I are not."""
+
+    class Attention(nn.Module):
+        num_heads, head_dim = 2, 4
+
+        def __init__(self):
+            super().__init__()
+            self.q_proj, self.k_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    model = nn.ModuleDict({"layers": nn.ModuleList([Attention(), Attention()])})
+    for member in ({"symmetry": 0.5}, {"symmetry": -1}, "indefinite"):
+        with pytest.raises(ValueError, match=r"'layers.0' .*not known which channels its heads rotate together"):
+            apply_qk_init(model, member)
+    for member in ("negative", "spectrum", "mimetic", "symmetric"):
+        apply_qk_init(model, member)
+    assert torch.equal(model["layers"][1].k_proj.weight, model["layers"][1].q_proj.weight)
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "gpt_neox", "t5", "bart"])
