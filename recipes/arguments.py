@@ -55,8 +55,9 @@ class ModelArguments:
     qk_init: dict | str | None = dataclasses.field(
         default="symmetric",
         metadata={
-            "help": "Query-key initialisation: none (the model's own), symmetric, independent, a JSON object such as "
-            '\'{"scheme": "symmetric", "layers": [0, 1]}\', or a mapping in a file.'
+            "help": "Query-key initialisation: none (the model's own), a scheme (symmetric, independent, indefinite, "
+            "negative, spectrum, mimetic), a JSON object such as "
+            '\'{"scheme": "symmetric", "symmetry": 0.5, "layers": [0, 1]}\', or a mapping in a file.'
         },
     )
 

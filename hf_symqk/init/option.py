@@ -54,7 +54,14 @@ class SymmetricInit:
     | −0.9 | −0.82 | −0.94 |
 
     A symmetric W_qk has a Frobenius norm √2 above an independent one of the same scale, if the layer has as many
-    channels as the model; `norm="match"` takes that away.
+    channels as the model; `norm="match"` takes that away (where queries and keys go through a norm, which undoes any
+    scale, it changes no logit). Like the scores, all this is said of W_q and W_k without such norms: one that only
+    rescales queries and keys keeps `q_i · k_j = ± q_j · k_i`, one that subtracts their mean does so for ±I alone.
+
+    `"mimetic"` is what is published for Q and K, without V and the output; α and β may have any sign. It divides by √E
+    and what the module multiplies logits by (1 in T5 and GPT-Neo), so that logits are those of `(α Z + β I) / √E` in
+    every model. Biases stay as drawn, and rotary positions turn the form at other offsets than 0. It decomposes a
+    D × D matrix for each head: 0.5 s at D = 768 on one core.
 
     Args:
         scheme (`str`, *optional*, defaults to `"symmetric"`):
@@ -263,7 +270,7 @@ class SymmetricInit:
         ```
         """
         stacks: dict[str, list[float]] = {}
-        for layer in scores.layers:
+        for layer in sorted(scores.layers, key=lambda layer: layer.index):
             if layer.kind != "self":
                 continue
             if math.isnan(layer.symmetry):

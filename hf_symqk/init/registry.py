@@ -218,7 +218,7 @@ def register_qk_init(
         [`QKInitScheme`]: The new entry.
 
     Raises:
-        ValueError: if `name` is taken or no identifier, or `rewrites` or `options` are not as described.
+        ValueError: if `name` is taken or no identifier, or `write`, `rewrites` or `options` are not as described.
 
     Examples:
 
@@ -245,6 +245,8 @@ def register_qk_init(
         raise ValueError(f"`name` must be an identifier other than 'none', got {name!r}.")
     if name in _SCHEMES:
         raise ValueError(f"A scheme named {name!r} is registered already; choose another name or unregister it first.")
+    if not (write is None or callable(write)):
+        raise ValueError(f"`write` must be a function of a LayerDraw, got {write!r}.")
     if tuple(rewrites) not in (("key",), ("query", "key")):
         raise ValueError(f"`rewrites` must be ('key',) or ('query', 'key'), got {rewrites!r}.")
     defaults = {str(option): _json_value(option, value) for option, value in (options or {}).items()}

@@ -95,6 +95,23 @@ def test_arms_are_corrected_for_and_symmetry_is_told_from_scale(tmp_path):
     assert any("4 comparisons, p cannot go below 0.125: 8 seeds could" in line for line in comparison.notes)
 
 
+def test_members_of_the_family_have_the_independent_arm_of_their_scale(tmp_path):
+    """What only their scheme takes is no difference of scale; without a distribution the baseline is that arm."""
+    records = KAIMING | {
+        "skew": {"scheme": "symmetric", "symmetry": -1.0, "norm": "match", "distribution": "kaiming_uniform"},
+        "half": {"scheme": "symmetric", "symmetry": 0.5},
+    }
+    ends = {arm: lower(PLAIN, 0.1) for arm in ("independent-kaiming_uniform", "skew", "half")}
+    comparison = compare_runs([write_pairs(tmp_path, {"none": PLAIN, **ends}, records)])
+    skew = "symmetric-kaiming_uniform-norm_match-symmetry_-1.0"
+    assert {(one.treated, one.baseline) for one in comparison.contrasts} == {
+        ("independent-kaiming_uniform", "none"),
+        (skew, "none"),
+        (skew, "independent-kaiming_uniform"),
+        ("symmetric-symmetry_0.5", "none"),
+    }
+
+
 def test_contrasts_that_are_asked_for(tmp_path):
     """Fewer comparisons, less to correct for."""
     ends = {"none": PLAIN, "symmetric": lower(PLAIN, 0.1), "independent-kaiming_uniform": lower(PLAIN, 0.3)}

@@ -105,6 +105,7 @@ def test_a_config_that_names_a_scheme_nobody_registered(registered, tmp_path):
         ({"name": "symmetric"}, r"'symmetric' is registered already"),
         ({"name": "my scheme"}, r"must be an identifier other than 'none', got 'my scheme'"),
         ({"name": "None"}, r"got 'None'"),
+        ({"write": "symmetric"}, r"`write` must be a function of a LayerDraw, got 'symmetric'"),
         ({"rewrites": ("value",)}, r"`rewrites` must be"),
         ({"options": {"model": object()}}, r"'model' has to fit into config.json"),
     ],
