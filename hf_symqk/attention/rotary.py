@@ -63,7 +63,7 @@ def channel_pairs(layer: AttentionLayer) -> ChannelPairs:
 
     Raises:
         ValueError: if it is not known of the layer: nobody has seen a forward pass of its kind (see
-            [`AttentionLayer.verified`]), or the rotation is none of pairs.
+            [`AttentionLayer.verified`]), or what its forward does is no rotation of pairs.
 
     Example:
 
@@ -82,11 +82,18 @@ def channel_pairs(layer: AttentionLayer) -> ChannelPairs:
     if layer.problem is not None:
         raise ValueError(layer.problem)
     model_type = layer.model_type
-    if not layer.verified or model_type is None or model_type in _UNSEEN:
+    reason = ""
+    if not layer.verified or model_type is None:
+        reason = "nobody has seen a forward pass of such layers"
+    elif model_type in _UNSEEN:
+        reason = _UNSEEN[model_type]
+    elif _said(layer, "position_embeddings_type") == "rotary":
+        reason = "its forward rotates hidden states before it projects them"
+    if reason:
         raise ValueError(
             f"{layer.name!r} ({type(layer.module).__name__}, model type {model_type!r}): it is not known which "
-            "channels its heads rotate together, since no forward pass of such layers has been seen doing it. The "
-            "scheme 'symmetric' (W_k = W_q) commutes with every rotation; else choose other layers with `layers`."
+            f"channels of its heads are rotated together, since {reason}. The scheme 'symmetric' (W_k = W_q) commutes "
+            "with every rotation; else choose other layers with `layers`."
         )
     channels, parts = range(layer.heads.head_dim), _PARTS.get(model_type, 1)
     width, start = _turned(layer) if _rotates(layer) else _Turned(0)
@@ -116,10 +123,8 @@ def _rotates(layer: AttentionLayer) -> bool:
         return layer.model_type in _ROTATED_CROSS
     if (own := _BY_LAYER.get(layer.model_type or "")) is not None:
         return own(layer)
-    for holder in (layer.module, spoken_by(layer.config)):
-        for name in ("position_embedding_type", "position_embeddings_type"):
-            if isinstance(told := value_of(holder, name), str):
-                return told in ("rotary", "rope")
+    if any(hasattr(holder, "position_embedding_type") for holder in (layer.module, spoken_by(layer.config))):
+        return _said(layer, "position_embedding_type") in ("rotary", "rope")
     if (told := value_of(layer.module, "use_rope")) is not None:
         return bool(told)
     return layer.model_type in _WITHOUT_CONFIG or _rope_parameters(layer) is not None
@@ -134,6 +139,12 @@ def _rope_parameters(layer: AttentionLayer) -> Mapping[str, Any] | None:
     if len(by_type) < len(parameters):
         return parameters
     return by_type.get(_layer_type(layer) or "")
+
+
+def _said(layer: AttentionLayer, name: str) -> Any:
+    """What the module says, else its config."""
+    told = value_of(layer.module, name)
+    return value_of(spoken_by(layer.config), name) if told is None else told
 
 
 def _layer_type(layer: AttentionLayer) -> str | None:
@@ -207,6 +218,7 @@ _ADJACENT = {
     "deepseek_v32",
     "deepseek_v4",
     "dots3_note_text",
+    "efficientloftr",
     "ernie4_5",
     "ernie4_5_moe",
     "ernie4_5_vl_moe_text",
@@ -219,16 +231,20 @@ _ADJACENT = {
     "gptj",
     "helium",
     "hy_v4_vl_text",
+    "inkling2_vision",
     "llama4_text",
     "llama4_vision_model",
+    "longcat_flash",
     "mistral4",
     "mistral_large4_text",
     "moonshine",
     "openai_privacy_filter",
     "roformer",
+    "sam3_vit_model",
+    "sarvam_mla",
 }
 # Types whose config has no parameters of the rotation.
-_WITHOUT_CONFIG = {"codegen", "dinov3_vit", "gptj"}
+_WITHOUT_CONFIG = {"codegen", "deepseek_v4", "dinov3_vit", "gptj", "roformer"}
 # Types whose cross-attention is rotated.
 _ROTATED_CROSS: set[str] = set()
 # Types some of whose layers or models rotate: what decides.
@@ -245,13 +261,15 @@ _BY_LAYER: dict[str, Callable[[AttentionLayer], bool]] = {
         lambda layer: bool(spoken_by(layer.config).layer_rope_theta[layer.module.layer_idx]),
     ),
     "falcon": lambda layer: not spoken_by(layer.config).alibi,
-    "granitemoehybrid": lambda layer: spoken_by(layer.config).position_embedding_type == "rope",
     "zamba2": lambda layer: bool(spoken_by(layer.config).use_mem_rope),
     "clvp_encoder": lambda layer: bool(spoken_by(layer.config).use_rotary_embedding),
     **dict.fromkeys(("moshi", "kyutai_speech_to_text"), lambda layer: layer.module.rotary_emb is not None),
 }
 # Types whose config tells the width in a way of its own.
 _WIDTHS: dict[str, Callable[[AttentionLayer], _Turned]] = {
+    # Three axes of equal width, in whole pairs.
+    "minimax_m3_vl_vision": lambda layer: _Turned(3 * 2 * (layer.heads.head_dim // 3 // 2)),
+    "deepseek_v4": _last("qk_rope_head_dim"),
     **dict.fromkeys(("codegen", "gptj"), _first("rotary_dim")),
     # What the forward makes of this config's width, which a head may fall short of.
     "clvp_encoder": lambda layer: _Turned(
@@ -260,24 +278,13 @@ _WIDTHS: dict[str, Callable[[AttentionLayer], _Turned]] = {
 }
 # Types that turn so many parts of a head each for itself: one an axis of an image.
 _PARTS: dict[str, int] = {"gemma4_vision": 2}
-# Types whose forward passes nobody has seen rotating, or not rotating.
-_UNSEEN = {
-    "deepseek_ocr2_encoder",
-    "deepseek_v4",
-    "dia_decoder",
-    "efficientloftr",
-    "evolla",
-    "funnel",
-    "glm4v_moe_text",
-    "hunyuan_vl_text",
-    "idefics2_perceiver",
-    "inkling2_vision",
-    "kimi_k25_vision",
-    "longcat_flash",
-    "mimi",
-    "mimi_encoder",
-    "minimax_m3_vl_vision",
-    "muse_glimmer_assistant",
-    "paddleocr_vl_vision",
-    "vjepa2",
+# Types of which it is not known, and why.
+_NOT_RUN = "the tests could not run its forward pass"
+_UNSEEN: dict[str, str] = {
+    "muse_glimmer_assistant": _NOT_RUN,
+    "qwen2_5_omni_dit": "its forward rotates the first head alone",
+    "qwen2_5_omni_talker": _NOT_RUN,
+    "qwen3_omni_moe_talker_code_predictor": _NOT_RUN,
+    "step3p5": _NOT_RUN,
+    "vjepa2": "its forward turns the two channels of a pair by different angles, which is no rotation",
 }

@@ -11,8 +11,10 @@ channels `R_pᵀ S_s` mixes is what counts, in the order of the rows of W_q, wha
 import argparse
 import inspect
 import itertools
+import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_symqk.attention import AttentionLayer, survey_attention
+from hf_symqk.attention import AttentionLayer, channel_pairs, survey_attention
 from hf_symqk.attention.calling import _POSITIONS, Call, Rerun, capture_calls
 from hf_symqk.attention.catching import catch_logits
 from hf_symqk.attention.responding import SIDES, Side, Stream, _aligned
@@ -29,10 +31,10 @@ from hf_symqk.attention.responding import SIDES, Side, Stream, _aligned
 from . import report
 from .building import NoModelError, build
 from .comparing import _direct_calls, _run
-from .configs import LEVELS, model_types
+from .configs import LEVELS, OVERRIDES, model_types
 
 
-__all__ = ["Rotation", "examine", "prepare", "rotations"]
+__all__ = ["Rotation", "Verdict", "describe", "examine", "prepare", "rotations", "said", "small_model"]
 
 _TOLERANCE = 1e-4  # of the largest entry; the least squares over D ≥ E terms in fp32 leave about 1e-6
 _SLOWEST = 0.05  # radians a position: what turns more slowly would not be seen in eight tokens
@@ -67,10 +69,43 @@ class _AtPositions(Rerun):
         return value if isinstance(value, Tensor | tuple | list | dict) and kept is not None else kept
 
 
+# What the shrunk configs get wrong about rotation: widths of their own that have to fit the others.
+_OVERRIDES: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"num_experts": 16},
+    # A head no wider than the rank of its queries, half of it rotated.
+    "deepseek_v4": {**OVERRIDES["deepseek_v4"], "head_dim": 16, "partial_rotary_factor": 0.5},
+    "hunyuan_vl_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 4, 4, 4]}
+    },
+    "longcat_flash": {"head_dim": 8},
+}
+
+
+def small_model(model_type: str, level: int = 0) -> PreTrainedModel:
+    """
+    A small model with random weights, in which rotations show.
+
+    Args:
+        model_type (`str`): A key of `CONFIG_MAPPING`.
+        level (`int`, *optional*, defaults to 0): How small (see [`small_config`]).
+
+    Returns:
+        `PreTrainedModel`: In eval mode.
+    """
+    with mock.patch.dict(OVERRIDES, _OVERRIDES):
+        model = build(model_type, level)
+    prepare(model)
+    return model
+
+
 def prepare(model: nn.Module) -> None:
     """Makes every channel that rotates do so visibly within a few tokens, and no W_q or W_k zero."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
+        for module in model.modules():
+            config = getattr(module, "config", None)
+            if getattr(config, "layer_rope_theta", None) is None:  # rotations that are looked up by what they are
+                _quicken(getattr(config, "rope_parameters", None))
         for name, buffer in model.named_buffers():
             if "inv_freq" in name and buffer.is_floating_point():
                 buffer.copy_(torch.where(buffer > 0, buffer.clamp(min=_SLOWEST), buffer))
@@ -78,6 +113,14 @@ def prepare(model: nn.Module) -> None:
         for parameter in model.parameters():
             if parameter.ndim > 1 and parameter.numel() and not parameter.abs().max() > 1e-4:
                 parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
+
+
+def _quicken(parameters: Any) -> None:
+    """The same of frequencies that are worked out in the forward pass."""
+    if isinstance(parameters, dict):
+        parameters |= {"rope_theta": 100.0} if "rope_theta" in parameters else {}
+        for values in parameters.values():
+            _quicken(values)
 
 
 def _share(embedding: nn.Module, channels: int) -> None:
@@ -88,24 +131,47 @@ def _share(embedding: nn.Module, channels: int) -> None:
         embedding.mrope_section = [channels - third * (len(shares) - 1), *[third] * (len(shares) - 1)]
 
 
-def _images(model: PreTrainedModel, calls: dict[str, Call], errors: list[str]) -> None:
-    """Calls of towers that take patches of images and the shape of each image."""
+def _further(tower: PreTrainedModel) -> Iterator[dict[str, Any]]:
+    """Inputs that `inputs.py` does not make: patches with the shapes of their images, and what few towers take."""
+    generator = torch.Generator().manual_seed(4)
+    names = list(inspect.signature(tower.forward).parameters)
+    shapes = next((name for name in ("grid_thw", "image_grid_thw") if name in names), None)
+    kernels = [
+        p
+        for name, p in tower.named_parameters()
+        if re.search(r"(patch_emb\w*|embeddings\.proj)\.", name) and p.ndim > 1
+    ]
+    if shapes is not None and kernels:
+        images = torch.tensor([[2, 4, 4]])
+        image = next((name for name in ("pixel_values", "hidden_states") if name in names), names[0])
+        kernel = kernels[0].shape[1:]
+        side = int(getattr(tower.config, "patch_size", 1)) * int(getattr(tower.config, "spatial_merge_size", 1))
+        for shape in ((kernel.numel(),), kernel, (side, side, 3)):
+            patches = torch.randn(32, *shape, generator=generator)
+            yield from ({image: values, shapes: images} for values in (patches, patches.unsqueeze(0)))
+    if "num_patches" in names:
+        width = tower.config.hidden_size
+        yield {"inputs_embeds": torch.randn(2, 8, width, generator=generator), "num_patches": 4}
+    if "input_values" in names:
+        yield {"input_values": torch.randn(2, 1, 8000, generator=generator)}
+    if "input_ids" in names and (codes := getattr(tower.config, "num_channels", None)):
+        yield {"input_ids": torch.randint(5, 100, (2, 8, codes), generator=generator)}
+
+
+def _reach(model: PreTrainedModel, calls: dict[str, Call], wanted: list[str]) -> None:
+    """Adds calls of layers that nothing has reached so far."""
     for prefix, tower in model.named_modules():
-        if not isinstance(tower, PreTrainedModel) or "grid_thw" not in inspect.signature(tower.forward).parameters:
+        if not isinstance(tower, PreTrainedModel):
             continue
-        kernels = [p for name, p in tower.named_parameters() if "patch_embed" in name and p.ndim > 1]
-        if not kernels:
-            continue
-        width = kernels[0].shape[1:].numel()
-        patches = torch.randn(2 * 4 * 4, width, generator=torch.Generator().manual_seed(4))
         modules = {".".join(filter(None, (prefix, name))): module for name, module in tower.named_modules()}
-        with torch.no_grad(), capture_calls(modules) as seen, catch_logits(tower):
-            try:
-                tower(patches, grid_thw=torch.tensor([[1, 4, 4], [1, 4, 4]]))
-            except Exception as error:
-                errors.append(f"{type(tower).__name__}: {type(error).__name__}: {error}"[:200])
-        for name, call in seen.items():
-            calls.setdefault(name, call)
+        for inputs in _further(tower):
+            if not any(name in modules and name not in calls for name in wanted):
+                break
+            # What ran before an error is as good.
+            with torch.no_grad(), capture_calls(modules) as seen, catch_logits(tower), suppress(Exception):
+                tower(**inputs)
+            for name, call in seen.items():
+                calls.setdefault(name, call)
 
 
 def rotations(model: PreTrainedModel, errors: list[str]) -> dict[str, tuple[AttentionLayer, Rotation]]:
@@ -121,15 +187,14 @@ def rotations(model: PreTrainedModel, errors: list[str]) -> dict[str, tuple[Atte
     """
     layers = [layer for layer in survey_attention(model).layers if layer.problem is None]
     calls, *_ = _run(model, errors)
-    _images(model, calls, errors)
-    return {layer.name: (layer, _seen(layer, layers, calls)) for layer in layers}
+    _reach(model, calls, [layer.name for layer in layers])
+    return {layer.name: (layer, _seen(layer, calls)) for layer in layers}
 
 
-def _seen(layer: AttentionLayer, layers: list[AttentionLayer], calls: dict[str, Call]) -> Rotation:
+def _seen(layer: AttentionLayer, calls: dict[str, Call]) -> Rotation:
     """What the forward does, called as the model calls it; or alone, where it is told no positions."""
-    alike = [other.name for other in layers if _kind(other) == _kind(layer) and other.name in calls]
-    tries: Iterable[Call] = (calls[name] for name in (layer.name, *alike) if name in calls)
-    if not alike:
+    tries: Iterable[Call] = (calls[layer.name],) if layer.name in calls else ()
+    if not tries:
         told = [name for name in inspect.signature(layer.module.forward).parameters if _POSITIONS.search(name)]
         if told:
             return Rotation(None, f"not reached, and takes {', '.join(told)}")
@@ -140,13 +205,7 @@ def _seen(layer: AttentionLayer, layers: list[AttentionLayer], calls: dict[str, 
             return _rotation(layer, call)
         except Exception as error:
             notes.append(f"{type(error).__name__}: {error}"[:200])
-            if alike:
-                break
     return Rotation(None, notes[-1])
-
-
-def _kind(layer: AttentionLayer) -> tuple[Any, ...]:
-    return type(layer.module), layer.model_type, layer.kind, layer.heads
 
 
 def _rotation(layer: AttentionLayer, call: Call) -> Rotation:
@@ -295,18 +354,54 @@ def _pairs(products: Tensor, note: str) -> Rotation:
     return Rotation(pairs, note)
 
 
-def describe(pairs: list[list[int]] | tuple[tuple[int, int], ...] | None) -> str:
+class Verdict(NamedTuple):
+    """
+    What the package says of a layer, held to its forward.
+
+    Attributes:
+        outcome (`str`): `"proven"`; `"unseen"`: said, and the forward could not be looked at; `"refused"`; `"wrong"`.
+        told (`str`): The pairs in words, or the refusal.
+    """
+
+    outcome: str
+    told: str
+
+
+def said(layer: AttentionLayer, rotation: Rotation) -> Verdict:
+    """
+    Holds what the package says to what the forward was seen to do.
+
+    Args:
+        layer ([`AttentionLayer`]): The layer.
+        rotation ([`Rotation`]): What its forward was seen to do.
+
+    Returns:
+        [`Verdict`]
+    """
+    try:
+        told = channel_pairs(layer)
+    except ValueError as error:
+        return Verdict("refused", str(error))
+    pairs = sorted(zip(told.first, told.second, strict=True))
+    if sorted({*told.first, *told.second, *told.rest}) != list(range(layer.heads.head_dim)):
+        return Verdict("wrong", f"{pairs} and {told.rest} are not all channels once")
+    if rotation.pairs is None:
+        return Verdict("unseen", describe(pairs))
+    return Verdict("proven" if pairs == sorted(rotation.pairs) else "wrong", describe(pairs))
+
+
+def describe(pairs: Sequence[tuple[int, int]] | None) -> str:
     """Pairs in words, where they are regular."""
     if pairs is None:
         return "?"
     if not pairs:
         return "none"
     number, start = len(pairs), pairs[0][0]
-    if [tuple(pair) for pair in pairs] == [(start + n, start + number + n) for n in range(number)]:
+    if list(pairs) == [(start + n, start + number + n) for n in range(number)]:
         return f"halves {start}+{2 * number}"
-    if [tuple(pair) for pair in pairs] == [(start + 2 * n, start + 2 * n + 1) for n in range(number)]:
+    if list(pairs) == [(start + 2 * n, start + 2 * n + 1) for n in range(number)]:
         return f"adjacent {start}+{2 * number}"
-    return str([list(pair) for pair in pairs]).replace(" ", "")
+    return str(list(pairs))
 
 
 def examine(model_type: str) -> Iterator[dict[str, Any]]:
@@ -333,8 +428,7 @@ def examine(model_type: str) -> Iterator[dict[str, Any]]:
 
 
 def _examine(model_type: str, level: int) -> dict[str, Any]:
-    model = build(model_type, level)
-    prepare(model)
+    model = small_model(model_type, level)
     errors: list[str] = []
     try:
         found = rotations(model, errors)
@@ -348,12 +442,11 @@ def _examine(model_type: str, level: int) -> dict[str, Any]:
             "class": type(layer.module).__name__,
             "model_type": layer.model_type,
             "kind": layer.kind,
-            "layout": layer.layout.name,
-            "verified": layer.verified,
             "head_dim": layer.heads.head_dim,
             "pairs": rotation.pairs,
-            "told": describe(rotation.pairs),
+            "forward": describe(rotation.pairs),
             "note": rotation.note,
+            **said(layer, rotation)._asdict(),
         }
         for layer, rotation in found.values()
     ]
