@@ -137,7 +137,7 @@ def test_head_models_are_initialised_once_at_the_right_moment(name, auto_class, 
     written = []
     original = hf_symqk.plugin.write_init
     monkeypatch.setattr(
-        hf_symqk.plugin, "write_init", lambda layers, init: (written.extend(layers), original(layers, init))
+        hf_symqk.plugin, "write_init", lambda layers, *rest: (written.extend(layers), original(layers, *rest))
     )
     architecture = Architecture(**{**vars(BY_NAME[name]), "auto_class": auto_class})
     model = architecture.build(qk_init="symmetric")

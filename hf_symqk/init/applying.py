@@ -130,11 +130,12 @@ def _require_servable(request: LayerRequest, init: SymmetricInit) -> None:
     if check is not None:
         try:
             check(request)
-        except ValueError as reason:
-            raise ValueError(
-                f"Scheme {init.scheme!r} cannot serve {layer.name!r} ({layer.kind}-attention): {reason} Choose the "
-                "layers with `layers` or `attention`."
-            ) from None
+        except ValueError as error:
+            reason = str(error)
+            if not reason.startswith(repr(layer.name)):  # else it is told already, and the way out as well
+                reason = f"{layer.name!r} ({layer.kind}-attention): {reason} Choose the layers with `layers` or "
+                reason += "`attention`."
+            raise ValueError(f"Scheme {init.scheme!r} cannot serve {reason}") from None
     layer.require_writable("query", "key")
     storages = layer.storages("query", "key") - {"plain"}
     if storages:

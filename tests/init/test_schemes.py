@@ -261,7 +261,7 @@ def test_where_the_pairing_is_not_known():
 
     model = nn.ModuleDict({"layers": nn.ModuleList([Attention(), Attention()])})
     for member in ({"symmetry": 0.5}, {"symmetry": -1}, "indefinite"):
-        with pytest.raises(ValueError, match=r"'layers.0' .*not known which channels its heads rotate together"):
+        with pytest.raises(ValueError, match=r"Scheme '\w+' cannot serve 'layers.0' .*not known which channels"):
             apply_qk_init(model, member)
     for member in ("negative", "spectrum", "mimetic", "symmetric"):
         apply_qk_init(model, member)
