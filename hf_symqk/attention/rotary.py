@@ -85,8 +85,8 @@ def channel_pairs(layer: AttentionLayer) -> ChannelPairs:
     reason = ""
     if not layer.verified or model_type is None:
         reason = "nobody has seen a forward pass of such layers"
-    elif model_type in _UNSEEN:
-        reason = _UNSEEN[model_type]
+    elif unseen := {model_type, type(layer.module).__name__} & _UNSEEN.keys():
+        reason = _UNSEEN[min(unseen)]
     elif _said(layer, "position_embeddings_type") == "rotary":
         reason = "its forward rotates hidden states before it projects them"
     if reason:
@@ -242,6 +242,7 @@ _ADJACENT = {
     "roformer",
     "sam3_vit_model",
     "sarvam_mla",
+    "youtu",
 }
 # Types whose config has no parameters of the rotation.
 _WITHOUT_CONFIG = {"codegen", "deepseek_v4", "dinov3_vit", "gptj", "roformer"}
@@ -278,9 +279,10 @@ _WIDTHS: dict[str, Callable[[AttentionLayer], _Turned]] = {
 }
 # Types that turn so many parts of a head each for itself: one an axis of an image.
 _PARTS: dict[str, int] = {"gemma4_vision": 2}
-# Types of which it is not known, and why.
+# Model types, or classes of modules in models of several, of which it is not known, and why.
 _NOT_RUN = "the tests could not run its forward pass"
 _UNSEEN: dict[str, str] = {
+    "EvollaSequenceCompressorAttention": _NOT_RUN,
     "muse_glimmer_assistant": _NOT_RUN,
     "qwen2_5_omni_dit": "its forward rotates the first head alone",
     "qwen2_5_omni_talker": _NOT_RUN,

@@ -78,6 +78,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 4, 4, 4]}
     },
     "longcat_flash": {"head_dim": 8},
+    "step3p5": {"sliding_window": 16},
 }
 
 
@@ -148,7 +149,8 @@ def _further(tower: PreTrainedModel) -> Iterator[dict[str, Any]]:
         side = int(getattr(tower.config, "patch_size", 1)) * int(getattr(tower.config, "spatial_merge_size", 1))
         for shape in ((kernel.numel(),), kernel, (side, side, 3)):
             patches = torch.randn(32, *shape, generator=generator)
-            yield from ({image: values, shapes: images} for values in (patches, patches.unsqueeze(0)))
+            merged = {"merge_sizes": torch.ones(1, dtype=torch.long)} if "merge_sizes" in names else {}
+            yield from ({image: values, shapes: images, **merged} for values in (patches, patches.unsqueeze(0)))
     if "num_patches" in names:
         width = tower.config.hidden_size
         yield {"inputs_embeds": torch.randn(2, 8, width, generator=generator), "num_patches": 4}
