@@ -232,6 +232,7 @@ _ADJACENT = {
     "helium",
     "hy_v4_vl_text",
     "inkling2_vision",
+    "lightglue",
     "llama4_text",
     "llama4_vision_model",
     "longcat_flash",
@@ -245,7 +246,7 @@ _ADJACENT = {
     "youtu",
 }
 # Types whose config has no parameters of the rotation.
-_WITHOUT_CONFIG = {"codegen", "deepseek_v4", "dinov3_vit", "gptj", "roformer"}
+_WITHOUT_CONFIG = {"codegen", "deepseek_v4", "dinov3_vit", "gptj", "lightglue", "roformer"}
 # Types whose cross-attention is rotated.
 _ROTATED_CROSS: set[str] = set()
 # Types some of whose layers or models rotate: what decides.
@@ -280,13 +281,28 @@ _WIDTHS: dict[str, Callable[[AttentionLayer], _Turned]] = {
 # Types that turn so many parts of a head each for itself: one an axis of an image.
 _PARTS: dict[str, int] = {"gemma4_vision": 2}
 # Model types, or classes of modules in models of several, of which it is not known, and why.
-_NOT_RUN = "the tests could not run its forward pass"
 _UNSEEN: dict[str, str] = {
-    "EvollaSequenceCompressorAttention": _NOT_RUN,
-    "muse_glimmer_assistant": _NOT_RUN,
+    **dict.fromkeys(
+        (
+            "Dots3NoteAudioAttention",
+            "EdgeTamVideoPerceiverAttention",
+            "EdgeTamVideoRoPECrossAttention",
+            "EdgeTamVideoRoPESelfAttention",
+            "EvollaSequenceAlignerCrossAttention",
+            "EvollaSequenceCompressorAttention",
+            "IdeficsAttention",
+            "Sam2VideoRoPEAttention",
+            "Sam3TrackerVideoRoPEAttention",
+            "SeamlessM4TConformerSelfAttention",
+            "blt_local_decoder",
+            "mimi_decoder",
+            "muse_glimmer_assistant",
+            "qwen2_5_omni_talker",
+            "qwen3_omni_moe_talker_code_predictor",
+            "wav2vec2-bert",
+        ),
+        "the tests could not run its forward pass",
+    ),
     "qwen2_5_omni_dit": "its forward rotates the first head alone",
-    "qwen2_5_omni_talker": _NOT_RUN,
-    "qwen3_omni_moe_talker_code_predictor": _NOT_RUN,
-    "step3p5": _NOT_RUN,
     "vjepa2": "its forward turns the two channels of a pair by different angles, which is no rotation",
 }
