@@ -239,14 +239,16 @@ _ADJACENT = {
     "mistral4",
     "mistral_large4_text",
     "moonshine",
+    "moonshine_streaming",
     "openai_privacy_filter",
+    "pe_audio_encoder",
     "roformer",
     "sam3_vit_model",
     "sarvam_mla",
     "youtu",
 }
 # Types whose config has no parameters of the rotation.
-_WITHOUT_CONFIG = {"codegen", "deepseek_v4", "dinov3_vit", "gptj", "lightglue", "roformer"}
+_WITHOUT_CONFIG = {"codegen", "deepseek_v4", "dinov3_vit", "gptj", "lightglue", "roformer", "sapiens2"}
 # Types whose cross-attention is rotated.
 _ROTATED_CROSS: set[str] = set()
 # Types some of whose layers or models rotate: what decides.
@@ -284,6 +286,8 @@ _PARTS: dict[str, int] = {"gemma4_vision": 2}
 _UNSEEN: dict[str, str] = {
     **dict.fromkeys(
         (
+            "Apertus1p5VisionTokenizerAttnBlock",
+            "ChameleonVQVAEEncoderAttnBlock",
             "Dots3NoteAudioAttention",
             "EdgeTamVideoPerceiverAttention",
             "EdgeTamVideoRoPECrossAttention",
@@ -291,9 +295,14 @@ _UNSEEN: dict[str, str] = {
             "EvollaSequenceAlignerCrossAttention",
             "EvollaSequenceCompressorAttention",
             "IdeficsAttention",
+            "NeuCodecAttention",
+            "PPDocLayoutV2ReadingOrderSelfAttention",
+            "PocketTTSAudioTokenizerAttention",
             "Sam2VideoRoPEAttention",
             "Sam3TrackerVideoRoPEAttention",
             "SeamlessM4TConformerSelfAttention",
+            "T5Gemma2MergedAttention",
+            "Xcodec2Attention",
             "blt_local_decoder",
             "mimi_decoder",
             "muse_glimmer_assistant",
