@@ -85,7 +85,7 @@ def channel_pairs(layer: AttentionLayer) -> ChannelPairs:
     reason = ""
     if not layer.verified or model_type is None:
         reason = "nobody has seen a forward pass of such layers"
-    elif unseen := {model_type, type(layer.module).__name__} & _UNSEEN.keys():
+    elif unseen := {model_type, *(owner.__name__ for owner in type(layer.module).__mro__)} & _UNSEEN.keys():
         reason = _UNSEEN[min(unseen)]
     elif _said(layer, "position_embeddings_type") == "rotary":
         reason = "its forward rotates hidden states before it projects them"
@@ -100,7 +100,7 @@ def channel_pairs(layer: AttentionLayer) -> ChannelPairs:
     if width % (2 * parts) or not 0 <= start <= start + width <= len(channels):
         raise ValueError(
             f"{layer.name!r} (model type {model_type!r}): its config has {width} of {len(channels)} channels of a "
-            "head rotated, which are no pairs of them."
+            "head rotated, which are no pairs of them. The scheme 'symmetric' commutes with every rotation."
         )
     within = range(start, start + width)
     if model_type in _ADJACENT:
@@ -119,8 +119,8 @@ def channel_pairs(layer: AttentionLayer) -> ChannelPairs:
 
 def _rotates(layer: AttentionLayer) -> bool:
     """Whether a layer's queries and keys are rotated at all, which some layers of a model may be and others not."""
-    if layer.kind == "cross":
-        return layer.model_type in _ROTATED_CROSS
+    if layer.kind == "cross":  # positions of two streams: nothing that was seen rotates them
+        return False
     if (own := _BY_LAYER.get(layer.model_type or "")) is not None:
         return own(layer)
     if any(hasattr(holder, "position_embedding_type") for holder in (layer.module, spoken_by(layer.config))):
@@ -138,7 +138,14 @@ def _rope_parameters(layer: AttentionLayer) -> Mapping[str, Any] | None:
     by_type = {name: values for name, values in parameters.items() if values is None or isinstance(values, Mapping)}
     if len(by_type) < len(parameters):
         return parameters
-    return by_type.get(_layer_type(layer) or "")
+    layer_type = _layer_type(layer)
+    if layer_type not in by_type:
+        raise ValueError(
+            f"{layer.name!r} (model type {layer.model_type!r}): its config tells rotations apart by types of layers "
+            f"({', '.join(by_type)}), of which it is {layer_type or 'none'}. Choose other layers with `layers`, or "
+            "the scheme 'symmetric', which commutes with every rotation."
+        )
+    return by_type[layer_type]
 
 
 def _said(layer: AttentionLayer, name: str) -> Any:
@@ -249,8 +256,6 @@ _ADJACENT = {
 }
 # Types whose config has no parameters of the rotation.
 _WITHOUT_CONFIG = {"codegen", "deepseek_v4", "dinov3_vit", "gptj", "lightglue", "roformer", "sapiens2"}
-# Types whose cross-attention is rotated.
-_ROTATED_CROSS: set[str] = set()
 # Types some of whose layers or models rotate: what decides.
 _BY_LAYER: dict[str, Callable[[AttentionLayer], bool]] = {
     **dict.fromkeys(("cohere2", "flint"), lambda layer: value_of(layer.module, "sliding_window") is not None),

@@ -56,6 +56,13 @@ def test_width_is_that_of_the_config(
     assert pairs.rotary == bool(first)
 
 
+def test_an_unknown_type_of_layer_is_refused(layer: AttentionLayer) -> None:
+    """Where a config tells rotations apart by types of layers, one of no known type is not one without rotation."""
+    config = SimpleNamespace(rope_parameters={"full_attention": {"rope_theta": 1e4}, "sliding_attention": None})
+    with pytest.raises(ValueError, match=r"'layers\.0\.self_attn'.*full_attention, sliding_attention.*none"):
+        channel_pairs(replace(layer, config=config))
+
+
 def test_a_width_that_is_no_pairs_is_refused(layer: AttentionLayer) -> None:
     """More channels than a head has: the config is not what the forward reads."""
     config = SimpleNamespace(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 2.0})
