@@ -95,7 +95,7 @@ def channel_pairs(layer: AttentionLayer) -> ChannelPairs:
             f"channels of its heads are rotated together, since {reason}. The scheme 'symmetric' (W_k = W_q) commutes "
             "with every rotation; else choose other layers with `layers`."
         )
-    channels, parts = range(layer.heads.head_dim), _PARTS.get(model_type, 1)
+    channels, parts = range(layer.heads.head_dim), _PARTS.get(model_type or "", 1)
     width, start = _turned(layer) if _rotates(layer) else _Turned(0)
     if width % (2 * parts) or not 0 <= start <= start + width <= len(channels):
         raise ValueError(
@@ -278,6 +278,7 @@ _BY_LAYER: dict[str, Callable[[AttentionLayer], bool]] = {
 _WIDTHS: dict[str, Callable[[AttentionLayer], _Turned]] = {
     # Three axes of equal width, in whole pairs.
     "minimax_m3_vl_vision": lambda layer: _Turned(3 * 2 * (layer.heads.head_dim // 3 // 2)),
+    "efficientloftr": lambda layer: _Turned(layer.heads.head_dim),  # whose factor counts channels of two axes
     "deepseek_v4": _last("qk_rope_head_dim"),
     **dict.fromkeys(("codegen", "gptj"), _first("rotary_dim")),
     # What the forward makes of this config's width, which a head may fall short of.
