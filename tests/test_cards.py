@@ -144,3 +144,15 @@ def test_own_template(run: Path, tmp_path: Path) -> None:
     template = tmp_path / "template.md"
     template.write_text("---\n{{ card_data }}\n---\n{{ title }} by {{ command }}")
     assert write_model_card(run, template=template, model_name="org/name").text.startswith("org/name by accelerate")
+
+
+def test_only_measures_of_the_model_are_results(run: Path) -> None:
+    """How many examples there are and what the most frequent class reaches are facts about the data."""
+    measured = {"eval_loss": 0.2, "eval_accuracy": 0.9, "eval_examples": 359, "eval_majority_accuracy": 0.1}
+    change(run, metrics={**measured, "eval_variance": 1.0, "eval_runtime": 1.0})
+    card = write_model_card(run)
+    assert {result.metric_type: result.metric_value for result in card.data.eval_results} == {
+        "loss": 0.2,
+        "accuracy": 0.9,
+    }
+    assert card.data.metrics == ["accuracy"]

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from ..comparison import compare_runs
+from ..comparison.documents import to_document
 from ..comparison.figure import draw_comparison
-from ..comparison.tables import make_tables, to_document
+from ..comparison.tables import make_tables
 from ..comparison.writing import write_comparison
 from .messages import failed, say
 from .options import DebugOption

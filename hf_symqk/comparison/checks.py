@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from .errors import ComparisonError
-from .runs import HELD_OUT, TRAIN, Run
+from .runs import HELD_OUT, TRAIN, Run, metric_of
 
 
 __all__ = [
@@ -206,7 +206,8 @@ def align(runs: Sequence[Run], cut: bool) -> tuple[list[Run], list[str]]:
     """
     notes: list[str] = []
     curves: list[dict[str, pd.Series]] = [dict(run.curves) for run in runs]
-    for key, label in ((TRAIN, "training loss"), (HELD_OUT, "held-out loss")):
+    metrics = {key: f"held-out {name}" for run in runs for key in run.curves if (name := metric_of(key))}
+    for key, label in {TRAIN: "training loss", HELD_OUT: "held-out loss", **metrics}.items():
         without = [run.name for run in runs if key not in run.curves]
         if without and len(without) < len(runs):
             notes.append(f"The {label} is left out: {_listed(without)} logged none.")

@@ -54,12 +54,16 @@ def state(
     held_out: Mapping[int, float] | None = None,
     scores: Mapping[int, float] | None = None,
     steps: Sequence[int] = STEPS,
+    metrics: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """A `trainer_state.json`."""
+    """A `trainer_state.json`; `metrics` are logged with the held-out loss of their step."""
     log: list[dict[str, Any]] = [
         {"step": step, "loss": loss, "learning_rate": 1e-3} for step, loss in zip(steps, train or [], strict=False)
     ]
-    log += [{"step": step, "eval_loss": loss, "eval_runtime": 1.0} for step, loss in (held_out or {}).items()]
+    log += [
+        {"step": step, "eval_loss": loss, "eval_runtime": 1.0, **(metrics or {}).get(step, {})}
+        for step, loss in (held_out or {}).items()
+    ]
     log += [
         {"step": step, "qk/symmetry/median": score, "qk/directionality/median": -score, "qk/symmetry/layer_00": score}
         for step, score in (scores or {}).items()
