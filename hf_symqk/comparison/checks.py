@@ -10,12 +10,13 @@ from typing import Any
 import pandas as pd
 
 from .errors import ComparisonError
-from .runs import HELD_OUT, TRAIN, Run, metric_of
+from .runs import HELD_OUT, TRAIN, Run, arm_name, metric_of
 
 
 __all__ = [
     "IGNORED_ARGUMENTS",
     "align",
+    "check_arms",
     "check_unique",
     "differing_arguments",
     "differing_settings",
@@ -81,6 +82,37 @@ def check_unique(runs: Iterable[Run]) -> None:
             )
 
 
+def check_arms(runs: Iterable[Run]) -> list[str]:
+    """
+    Refuses an arm that holds runs of several initialisations, as a pattern can make it that does not tell them apart.
+
+    Args:
+        runs (iterable of [`Run`]): The runs.
+
+    Returns:
+        `list[str]`: A statement where arms have other names than the initialisations that `run.json` records.
+
+    Raises:
+        ComparisonError: naming two runs of one arm and the initialisation of each.
+    """
+    inits: dict[str, tuple[Run, str]] = {}
+    for run in runs:
+        if run.record is None:
+            continue
+        name = arm_name(run.record["qk_init"])
+        other, expected = inits.setdefault(run.arm, (run, name))
+        if name != expected:
+            raise ComparisonError(
+                f"the pattern calls {other.name} and {run.name} both {run.arm!r}, but run.json records different "
+                f"initialisations of them: {expected} and {name}. Let the group arm tell them apart."
+            )
+    named = {arm: name for arm, (_, name) in inits.items() if arm != name}
+    if not named:
+        return []
+    listed = "; ".join(f"{arm}: {name}" for arm, name in named.items())
+    return [f"Arms are named by the pattern; the initialisations that run.json records of them: {listed}."]
+
+
 def differing_arguments(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """
     Arguments by which two runs differ although they should not.
@@ -120,7 +152,7 @@ def differing_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> d
     """
     different = differing_arguments(first.get("arguments") or {}, second.get("arguments") or {})
     for name in _SETTINGS:
-        values = [_without_init(record.get(name)) for record in (first, second)]
+        values = [_without_own(record.get(name)) for record in (first, second)]
         if not _same(*values):
             different.setdefault(name, (values[0], values[1]))
     return different
@@ -156,6 +188,8 @@ def pairing(runs: Sequence[Run], differing: Iterable[str] = ()) -> list[str]:
         notes.append(f"Versions of {name} differ between runs: {', '.join(versions)}.")
     notes += _same_hashes(recorded, "steps", lambda run: (run.seed,), "were hashed over different numbers of steps")
     notes += _same_hashes(recorded, "batches", lambda run: (run.seed,), "have the same seed but saw different batches")
+    if any(_hash(run, "head") is not None for run in recorded):
+        notes += _same_hashes(recorded, "head", lambda run: (run.seed,), "have the same seed but other fresh heads")
     if allowed:
         notes.append(f"By wish these may differ between arms, and the first weights with them: {', '.join(allowed)}.")
         return notes
@@ -262,7 +296,7 @@ def _same_hashes(runs: Sequence[Run], name: str, key: Callable[[Run], tuple[Any,
     seen: dict[tuple[Any, ...], tuple[Run, Any]] = {}
     unknown = []
     for run in runs:
-        value = (_record(run).get("hashes") or {}).get(name)
+        value = _hash(run, name)
         if value is None:
             unknown.append(run.name)
             continue
@@ -274,6 +308,11 @@ def _same_hashes(runs: Sequence[Run], name: str, key: Callable[[Run], tuple[Any,
     return [f"Pairing could not be checked: run.json has no hash of {name} (as after resuming): {_listed(unknown)}."]
 
 
+def _hash(run: Run, name: str) -> Any:
+    """A hash of the record; that of a pretrained model's fresh head is recorded with its task."""
+    return (_record(run).get("data" if name == "head" else "hashes") or {}).get(name)
+
+
 def _versions(runs: Sequence[Run]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for run in runs:
@@ -283,10 +322,11 @@ def _versions(runs: Sequence[Run]) -> dict[str, list[str]]:
     return {name: sorted(set(values)) for name, values in found.items() if len(set(values)) > 1}
 
 
-def _without_init(value: Any) -> Any:
+def _without_own(value: Any) -> Any:
+    """Without the initialisation, and without the digest of a fresh head, which follows the seed."""
     if isinstance(value, Mapping):
-        return {name: _without_init(inner) for name, inner in value.items() if name != "qk_init"}
-    return [_without_init(inner) for inner in value] if isinstance(value, list) else value
+        return {name: _without_own(inner) for name, inner in value.items() if name not in ("qk_init", "head")}
+    return [_without_own(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _same(first: Any, second: Any) -> bool:

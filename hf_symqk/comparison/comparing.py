@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from .checks import align, check_unique, pairing, state_unrecorded
+from .checks import align, check_arms, check_unique, pairing, state_unrecorded
 from .curve_files import read_curves
 from .errors import ComparisonError
 from .results import EQUAL_RATES, LEARNED_BY, LOSS_LABELS, OWN_RATES, ArmSummary, Comparison, Contrast, Secondary
@@ -49,7 +49,8 @@ def compare_runs(
             from an `independent` one in its scheme only with that one too: the effect of symmetry at equal scale.
         pattern (`str`, *optional*):
             Regular expression with the groups `arm`, `seed` and `rate`, searched for in the paths of folders. What
-            `run.json` says of seed and rate goes first; the arm is then that of the pattern.
+            `run.json` says of seed and rate goes first; the arm is then that of the pattern, which must not bring
+            runs of different initialisations together.
         differing (iterable of `str`, *optional*):
             Arguments that may differ between arms beside the initialisation, as the pretrained model in fine-tuning.
         own_rates (`bool`, *optional*, defaults to `False`):
@@ -89,12 +90,13 @@ def compare_runs(
     if not 0 < confidence < 1:
         raise ComparisonError(f"confidence={confidence}: choose a level between 0 and 1.")
     runs, left_out, arms_met = _read(sources, baseline, pattern)
+    notes = check_arms(runs)
     check_unique(runs)
     pairs = None if contrasts is None else [(str(treated), str(base)) for treated, base in contrasts]
     _require_arms(runs, left_out, arms_met, baseline, pairs)
     differing = list(differing)
     level = 1 - confidence
-    notes = state_unrecorded(runs)
+    notes += state_unrecorded(runs)
     compared: list[Run] = []
     summaries: list[ArmSummary] = []
     found: list[Contrast] = []

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 
-__all__ = ["STEPS", "falling", "record", "state", "write_pairs", "write_run"]
+__all__ = ["STEPS", "falling", "fine_tuned", "record", "state", "write_pairs", "write_run"]
 
 STEPS = tuple(range(10, 201, 10))
 
@@ -80,6 +80,15 @@ def write_run(folder: Path, content: Mapping[str, Any], recorded: Mapping[str, A
     if recorded is not None:
         (folder / "run.json").write_text(json.dumps(recorded))
     return folder
+
+
+def fine_tuned(folder: Path, arm: str, qk_init: Mapping[str, Any] | None, seed: int, **changes: Any) -> Path:
+    """A run as finetune.py leaves it: its first weights are a pretrained model's, its head follows the seed."""
+    said = record(qk_init, seed, recipe="finetune", data={"source": "reviews.csv", "head": f"head{seed}"})
+    said["hashes"] |= {"weights": f"w{arm}{seed}", "v": f"v{arm}{seed}"}
+    said["arguments"] = {"model_name_or_path": f"out/{arm}", "max_length": 16}
+    logged = state(falling(0.5), {200: 0.6 + seed / 10})
+    return write_run(folder / arm / f"seed{seed}", logged, said | changes)
 
 
 def write_pairs(

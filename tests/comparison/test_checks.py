@@ -5,7 +5,7 @@ import pytest
 from hf_symqk.comparison import ComparisonError, compare_runs
 from hf_symqk.comparison.checks import differing_arguments
 
-from .making import STEPS, falling, record, state, write_run
+from .making import STEPS, falling, fine_tuned, record, state, write_run
 
 
 SYMMETRIC = {"scheme": "symmetric"}
@@ -57,6 +57,44 @@ def test_arguments_that_differ_by_wish(tmp_path):
     folders = pair(tmp_path / "c", second | {"hashes": hashes(batches="other")}, first)
     with pytest.raises(ComparisonError, match="saw different batches"):
         compare_runs(folders, baseline="a", pattern=r"/(?P<arm>\w)$", differing=["model"])
+
+
+PATTERN = r"/(?P<arm>[^/]+)/seed\d+$"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {"source": "reviews.csv", "head": "other"}}, "have the same seed but other fresh heads"),
+        ({"data": {"source": "others.csv", "head": "head0"}}, "differ in more than the initialisation: data"),
+        ({"hashes": {"weights": "w", "batches": "other", "steps": STEPS[-1]}}, "saw different batches"),
+    ],
+)
+def test_fine_tuned_runs_that_are_no_pair(tmp_path, changes, message):
+    """Another start may differ by wish, head and batches may not."""
+    folders = [fine_tuned(tmp_path, "plain", None, 0), fine_tuned(tmp_path, "treated", SYMMETRIC, 0, **changes)]
+    with pytest.raises(ComparisonError, match=message) as caught:
+        compare_runs(folders, baseline="plain", pattern=PATTERN, differing=["model_name_or_path"])
+    assert all(str(folder) in str(caught.value) for folder in folders)
+
+
+def test_head_that_is_not_known(tmp_path):
+    """Said, as of any other hash."""
+    folders = [fine_tuned(tmp_path, "plain", None, 0)]
+    folders.append(fine_tuned(tmp_path, "treated", SYMMETRIC, 0, data={"source": "reviews.csv"}))
+    notes = compare_runs(folders, baseline="plain", pattern=PATTERN, differing=["model_name_or_path"]).notes
+    assert any("no hash of head" in line and line.endswith(f"{folders[1]}.") for line in notes)
+
+
+def test_pattern_that_mixes_initialisations(tmp_path):
+    """A mean over runs of two initialisations would be of neither: both runs are named, with what each was."""
+    runs = (("a", None, 0), ("b", SYMMETRIC, 1), ("c", KAIMING, 0))
+    for name, init, seed in runs:
+        write_run(tmp_path / f"{name}-run", state(falling(3.0), {200: 3.2}), record(init, seed))
+    with pytest.raises(ComparisonError) as caught:
+        compare_runs([tmp_path], baseline="run", pattern="(?P<arm>run)$")
+    assert f"{tmp_path / 'a-run'} and {tmp_path / 'b-run'} both 'run'" in str(caught.value)
+    assert "different initialisations of them: none and symmetric" in str(caught.value)
 
 
 def test_other_q_and_k_are_what_is_compared(tmp_path):
