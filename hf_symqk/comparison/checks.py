@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from .errors import ComparisonError
-from .runs import HELD_OUT, TRAIN, Run, arm_name, metric_of
+from .runs import HELD_OUT, RATE, TRAIN, Run, arm_name, metric_of
 
 
 __all__ = [
@@ -58,6 +58,10 @@ IGNORED_ARGUMENTS = frozenset(
 )
 # What makes an arm, a seed or a rate of the comparison.
 _VARIED = frozenset({"qk_init", "seed", "data_seed", "learning_rate"})
+# How long a run is planned to be.
+_LENGTH = frozenset({"max_steps", "num_train_epochs"})
+# Learning rates are logged in full; shares of the same rate differ by rounding.
+_SAME_RATE = 1e-6
 _SETTINGS = ("recipe", "model", "data", "num_processes", "max_steps")
 
 
@@ -158,7 +162,7 @@ def differing_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> d
     return different
 
 
-def pairing(runs: Sequence[Run], differing: Iterable[str] = ()) -> list[str]:
+def pairing(runs: Sequence[Run], differing: Iterable[str] = (), cut: bool = False) -> list[str]:
     """
     Checks that runs differ in nothing but the initialisation, the seed and the rate, and that runs of one seed saw the
     same batches and started from the same other weights.
@@ -166,6 +170,7 @@ def pairing(runs: Sequence[Run], differing: Iterable[str] = ()) -> list[str]:
     Args:
         runs (sequence of [`Run`]): Runs of one group.
         differing (iterable of `str`, *optional*): Arguments that may differ; the weights then may too.
+        cut (`bool`, *optional*, defaults to `False`): Whether their lengths may differ.
 
     Returns:
         `list[str]`: Statements on what could not be checked, or differs by intent.
@@ -178,7 +183,8 @@ def pairing(runs: Sequence[Run], differing: Iterable[str] = ()) -> list[str]:
     allowed = set(differing)
     for run in recorded[1:]:
         different = differing_settings(_record(recorded[0]), _record(run))
-        different = {name: values for name, values in different.items() if name not in allowed}
+        expected = allowed | (_LENGTH if cut else frozenset())
+        different = {name: values for name, values in different.items() if name not in expected}
         if different:
             values = "; ".join(f"{name} ({_short(a)} and {_short(b)})" for name, (a, b) in different.items())
             raise ComparisonError(
@@ -186,8 +192,15 @@ def pairing(runs: Sequence[Run], differing: Iterable[str] = ()) -> list[str]:
             )
     for name, versions in _versions(recorded).items():
         notes.append(f"Versions of {name} differ between runs: {', '.join(versions)}.")
-    notes += _same_hashes(recorded, "steps", lambda run: (run.seed,), "were hashed over different numbers of steps")
-    notes += _same_hashes(recorded, "batches", lambda run: (run.seed,), "have the same seed but saw different batches")
+    fault = "have the same seed but saw different batches"
+    if cut:
+        notes += _shared_start(recorded)
+        notes += _same_hashes(recorded, "batches", lambda run: (run.seed, _hash(run, "steps")), fault)
+    else:
+        notes += _same_hashes(
+            recorded, "steps", lambda run: (run.seed,), "were hashed over different numbers of steps"
+        )
+        notes += _same_hashes(recorded, "batches", lambda run: (run.seed,), fault)
     if any(_hash(run, "head") is not None for run in recorded):
         notes += _same_hashes(recorded, "head", lambda run: (run.seed,), "have the same seed but other fresh heads")
     if allowed:
@@ -306,6 +319,37 @@ def _same_hashes(runs: Sequence[Run], name: str, key: Callable[[Run], tuple[Any,
     if not unknown:
         return []
     return [f"Pairing could not be checked: run.json has no hash of {name} (as after resuming): {_listed(unknown)}."]
+
+
+def _shared_start(runs: Sequence[Run]) -> list[str]:
+    """
+    Of runs of different length, holds the learning rates to each other, as shares of each run's own, as far as all
+    go: a rate that falls to the end of a run has done so at another step in each.
+    """
+    lengths = {(_record(run).get("max_steps"), _hash(run, "steps")) for run in runs}
+    if len(lengths) < 2:
+        return []
+    known = [run for run in runs if run.learning_rate and RATE in run.curves]
+    for run in known[1:]:
+        shares = [one.curves[RATE] / (one.learning_rate or 1.0) for one in (known[0], run)]
+        first, other = shares[0].align(shares[1], join="inner")
+        apart = first.index[(first - other).abs() > _SAME_RATE]
+        if len(apart):
+            rates = " and ".join(f"{one.curves[RATE][apart[0]]:.3g}" for one in (known[0], run))
+            raise ComparisonError(
+                f"{known[0].name} and {run.name} are of different length, and at step {apart[0]} their learning rates "
+                f"are {rates}: cut to the steps that both have, they would still differ in more than the "
+                "initialisation. Train both for the same number of steps, or with a learning rate that does not "
+                "follow it (constant_with_warmup, and warmup_steps as a number of steps)."
+            )
+    notes = [
+        "Runs of different length are compared as far as all go. Whether they saw the same batches could be checked "
+        "for runs of equal length only."
+    ]
+    if len(known) < len(runs):
+        unknown = [run.name for run in runs if run not in known]
+        notes.append(f"Whether their learning rates agreed so far is not known (not logged): {_listed(unknown)}.")
+    return notes
 
 
 def _hash(run: Run, name: str) -> Any:

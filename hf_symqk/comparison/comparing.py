@@ -56,7 +56,8 @@ def compare_runs(
         own_rates (`bool`, *optional*, defaults to `False`):
             Accepts arms that have no learning rate in common.
         cut (`bool`, *optional*, defaults to `False`):
-            Compares logs of unequal length at the steps that all have, and says so, instead of refusing.
+            Compares logs of unequal length at the steps that all have, and says so, instead of refusing. Runs that
+            were planned for different numbers of steps are then compared if their learning rates agreed so far.
         window (`float`, *optional*, defaults to 0.05):
             Share of the logged points in the running mean of the smoothed speed-up.
         confidence (`float`, *optional*, defaults to 0.95):
@@ -104,7 +105,7 @@ def compare_runs(
         members = [run for run in runs if run.group == group]
         chosen = _pairs(members, baseline, pairs)
         _check_rates(members, own_rates, chosen)
-        notes += pairing(members, differing)
+        notes += pairing(members, differing, cut)
         members, aligned = align(members, cut)
         notes += aligned
         compared += members

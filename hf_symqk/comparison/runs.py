@@ -17,11 +17,12 @@ from .._held_out import HELD_OUT_LOSS, held_out_metric
 from .errors import ComparisonError
 
 
-__all__ = ["HELD_OUT", "RECORD", "STATE", "TRAIN", "Run", "arm_name", "is_score", "metric_of", "read_folders"]
+__all__ = ["HELD_OUT", "RATE", "RECORD", "STATE", "TRAIN", "Run", "arm_name", "is_score", "metric_of", "read_folders"]
 
 STATE = "trainer_state.json"
 RECORD = "run.json"
 TRAIN, HELD_OUT = "loss", HELD_OUT_LOSS
+RATE = "learning_rate"
 ENTROPY = "eval_unigram_entropy"
 
 _SCORE = re.compile(r"qk/(?:[^/]+/)?(symmetry|directionality)/median")
@@ -262,7 +263,9 @@ def _curves(state: Mapping[str, Any]) -> dict[str, pd.Series]:
         for key, value in entry.items():
             held_out = held_out_metric(key)
             # A metric may be anything that a user's function returns.
-            known = key in (TRAIN, HELD_OUT) or is_score(key) or (held_out and isinstance(value, int | float | None))
+            known = (
+                key in (TRAIN, HELD_OUT, RATE) or is_score(key) or (held_out and isinstance(value, int | float | None))
+            )
             if known and "step" in entry:
                 at, curve = int(entry["step"]), points.setdefault(key, {})
                 # An evaluation after training repeats that of its last step, or is of another step's weights

@@ -1,7 +1,7 @@
 """Runs as a recipe leaves them, without the training."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +55,13 @@ def state(
     scores: Mapping[int, float] | None = None,
     steps: Sequence[int] = STEPS,
     metrics: Mapping[int, Mapping[str, Any]] | None = None,
+    rate: Callable[[int], float] = lambda step: 1e-3,
 ) -> dict[str, Any]:
-    """A `trainer_state.json`; `metrics` are logged with the held-out loss of their step."""
+    """A `trainer_state.json`; `metrics` are logged with the held-out loss of their step, `rate` with the training
+    loss."""
     log: list[dict[str, Any]] = [
-        {"step": step, "loss": loss, "learning_rate": 1e-3} for step, loss in zip(steps, train or [], strict=False)
+        {"step": step, "loss": loss, "learning_rate": rate(step)}
+        for step, loss in zip(steps, train or [], strict=False)
     ]
     log += [
         {"step": step, "eval_loss": loss, "eval_runtime": 1.0, **(metrics or {}).get(step, {})}

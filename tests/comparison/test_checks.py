@@ -177,6 +177,58 @@ def test_logs_of_unequal_length(tmp_path):
     assert any("at the 15 steps that all logs have, up to step 150" in line for line in comparison.notes)
 
 
+def of_length(folder, init, steps, rate=lambda step: 1e-3, **changes):
+    """A run that was planned for so many steps, and recorded as a recipe does."""
+    said = record(init, max_steps=steps, hashes=hashes(batches=f"b0 of {steps}", steps=steps))
+    said["arguments"] |= {"max_steps": steps}
+    logged = state(falling(3.0)[: steps // 10], {100: 3.5, 150: 3.2}, steps=range(10, steps + 1, 10), rate=rate)
+    return write_run(folder, logged, said | changes)
+
+
+def test_recorded_runs_of_different_length(tmp_path):
+    """Refused without `cut`; with it compared where both have been, if nothing else differs, and the report says what
+    could not be checked."""
+    folders = [of_length(tmp_path / "a", None, 200), of_length(tmp_path / "b", SYMMETRIC, 150)]
+    with pytest.raises(ComparisonError, match=r"max_steps \(200 and 150\)"):
+        compare_runs(folders)
+    comparison = compare_runs(folders, cut=True)
+    assert {run.curves["loss"].index[-1] for run in comparison.runs} == {150}
+    assert any(line.startswith("Runs of different length are compared as far as all go") for line in comparison.notes)
+    assert any("up to step 150" in line for line in comparison.notes)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_learning_rates_that_follow_the_length(tmp_path, scale):
+    """A linear decay to the end has gone further in the shorter run, whatever the rate it began at."""
+    first = of_length(tmp_path / "a", None, 200, lambda step: 1e-3 * (1 - step / 200))
+    changes = {"learning_rate": scale * 1e-3}
+    second = of_length(tmp_path / "b", SYMMETRIC, 150, lambda step: scale * 1e-3 * (1 - step / 150), **changes)
+    with pytest.raises(ComparisonError, match=r"at step 10 their learning rates are .*constant_with_warmup") as caught:
+        compare_runs([first, second], cut=True, own_rates=True)
+    assert f"{first} and {second}" in str(caught.value)
+
+
+def test_different_length_and_something_else(tmp_path):
+    """Cutting forgives the length alone; runs of equal length are still held to the same batches."""
+    folders = [of_length(tmp_path / "a", None, 200), of_length(tmp_path / "b", SYMMETRIC, 150, num_processes=2)]
+    with pytest.raises(ComparisonError, match="num_processes"):
+        compare_runs(folders, cut=True)
+    folders = [of_length(tmp_path / "c", None, 150), of_length(tmp_path / "d", SYMMETRIC, 150)]
+    compare_runs(folders, cut=True)
+    other = of_length(tmp_path / "e", KAIMING, 150, hashes=hashes(v="other", batches="other", steps=150))
+    with pytest.raises(ComparisonError, match="saw different batches"):
+        compare_runs([*folders, other], cut=True)
+
+
+def test_different_length_without_learning_rates(tmp_path):
+    """What was not logged is said to be unknown."""
+    folders = [of_length(tmp_path / "a", None, 200), of_length(tmp_path / "b", SYMMETRIC, 150)]
+    path = folders[1] / "trainer_state.json"
+    path.write_text(path.read_text().replace('"learning_rate"', '"lr"'))
+    notes = compare_runs(folders, cut=True).notes
+    assert f"Whether their learning rates agreed so far is not known (not logged): {folders[1]}." in notes
+
+
 def test_logs_without_a_step_in_common(tmp_path):
     """There is nothing to cut them to."""
     folders = pair(tmp_path, record(SYMMETRIC), log=state(falling(2.5), steps=[step + 5 for step in STEPS]))
