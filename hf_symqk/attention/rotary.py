@@ -85,8 +85,8 @@ def channel_pairs(layer: AttentionLayer) -> ChannelPairs:
     reason = ""
     if not layer.verified or model_type is None:
         reason = "nobody has seen a forward pass of such layers"
-    elif model_type in _UNSEEN:
-        reason = _UNSEEN[model_type]
+    elif unseen := {model_type, *(owner.__name__ for owner in type(layer.module).__mro__)} & _UNSEEN.keys():
+        reason = _UNSEEN[min(unseen)]
     elif _said(layer, "position_embeddings_type") == "rotary":
         reason = "its forward rotates hidden states before it projects them"
     if reason:
@@ -95,12 +95,12 @@ def channel_pairs(layer: AttentionLayer) -> ChannelPairs:
             f"channels of its heads are rotated together, since {reason}. The scheme 'symmetric' (W_k = W_q) commutes "
             "with every rotation; else choose other layers with `layers`."
         )
-    channels, parts = range(layer.heads.head_dim), _PARTS.get(model_type, 1)
+    channels, parts = range(layer.heads.head_dim), _PARTS.get(model_type or "", 1)
     width, start = _turned(layer) if _rotates(layer) else _Turned(0)
     if width % (2 * parts) or not 0 <= start <= start + width <= len(channels):
         raise ValueError(
             f"{layer.name!r} (model type {model_type!r}): its config has {width} of {len(channels)} channels of a "
-            "head rotated, which are no pairs of them."
+            "head rotated, which are no pairs of them. The scheme 'symmetric' commutes with every rotation."
         )
     within = range(start, start + width)
     if model_type in _ADJACENT:
@@ -119,8 +119,8 @@ def channel_pairs(layer: AttentionLayer) -> ChannelPairs:
 
 def _rotates(layer: AttentionLayer) -> bool:
     """Whether a layer's queries and keys are rotated at all, which some layers of a model may be and others not."""
-    if layer.kind == "cross":
-        return layer.model_type in _ROTATED_CROSS
+    if layer.kind == "cross":  # positions of two streams: nothing that was seen rotates them
+        return False
     if (own := _BY_LAYER.get(layer.model_type or "")) is not None:
         return own(layer)
     if any(hasattr(holder, "position_embedding_type") for holder in (layer.module, spoken_by(layer.config))):
@@ -138,7 +138,14 @@ def _rope_parameters(layer: AttentionLayer) -> Mapping[str, Any] | None:
     by_type = {name: values for name, values in parameters.items() if values is None or isinstance(values, Mapping)}
     if len(by_type) < len(parameters):
         return parameters
-    return by_type.get(_layer_type(layer) or "")
+    layer_type = _layer_type(layer)
+    if layer_type not in by_type:
+        raise ValueError(
+            f"{layer.name!r} (model type {layer.model_type!r}): its config tells rotations apart by types of layers "
+            f"({', '.join(by_type)}), of which it is {layer_type or 'none'}. Choose other layers with `layers`, or "
+            "the scheme 'symmetric', which commutes with every rotation."
+        )
+    return by_type[layer_type]
 
 
 def _said(layer: AttentionLayer, name: str) -> Any:
@@ -232,21 +239,23 @@ _ADJACENT = {
     "helium",
     "hy_v4_vl_text",
     "inkling2_vision",
+    "lightglue",
     "llama4_text",
     "llama4_vision_model",
     "longcat_flash",
     "mistral4",
     "mistral_large4_text",
     "moonshine",
+    "moonshine_streaming",
     "openai_privacy_filter",
+    "pe_audio_encoder",
     "roformer",
     "sam3_vit_model",
     "sarvam_mla",
+    "youtu",
 }
 # Types whose config has no parameters of the rotation.
-_WITHOUT_CONFIG = {"codegen", "deepseek_v4", "dinov3_vit", "gptj", "roformer"}
-# Types whose cross-attention is rotated.
-_ROTATED_CROSS: set[str] = set()
+_WITHOUT_CONFIG = {"codegen", "deepseek_v4", "dinov3_vit", "gptj", "lightglue", "roformer", "sapiens2"}
 # Types some of whose layers or models rotate: what decides.
 _BY_LAYER: dict[str, Callable[[AttentionLayer], bool]] = {
     **dict.fromkeys(("cohere2", "flint"), lambda layer: value_of(layer.module, "sliding_window") is not None),
@@ -269,6 +278,7 @@ _BY_LAYER: dict[str, Callable[[AttentionLayer], bool]] = {
 _WIDTHS: dict[str, Callable[[AttentionLayer], _Turned]] = {
     # Three axes of equal width, in whole pairs.
     "minimax_m3_vl_vision": lambda layer: _Turned(3 * 2 * (layer.heads.head_dim // 3 // 2)),
+    "efficientloftr": lambda layer: _Turned(layer.heads.head_dim),  # whose factor counts channels of two axes
     "deepseek_v4": _last("qk_rope_head_dim"),
     **dict.fromkeys(("codegen", "gptj"), _first("rotary_dim")),
     # What the forward makes of this config's width, which a head may fall short of.
@@ -278,13 +288,36 @@ _WIDTHS: dict[str, Callable[[AttentionLayer], _Turned]] = {
 }
 # Types that turn so many parts of a head each for itself: one an axis of an image.
 _PARTS: dict[str, int] = {"gemma4_vision": 2}
-# Types of which it is not known, and why.
-_NOT_RUN = "the tests could not run its forward pass"
+# Model types, or classes of modules in models of several, of which it is not known, and why.
 _UNSEEN: dict[str, str] = {
-    "muse_glimmer_assistant": _NOT_RUN,
+    **dict.fromkeys(
+        (
+            "Apertus1p5VisionTokenizerAttnBlock",
+            "ChameleonVQVAEEncoderAttnBlock",
+            "Dots3NoteAudioAttention",
+            "EdgeTamVideoPerceiverAttention",
+            "EdgeTamVideoRoPECrossAttention",
+            "EdgeTamVideoRoPESelfAttention",
+            "EvollaSequenceAlignerCrossAttention",
+            "EvollaSequenceCompressorAttention",
+            "IdeficsAttention",
+            "NeuCodecAttention",
+            "PPDocLayoutV2ReadingOrderSelfAttention",
+            "PocketTTSAudioTokenizerAttention",
+            "Sam2VideoRoPEAttention",
+            "Sam3TrackerVideoRoPEAttention",
+            "SeamlessM4TConformerSelfAttention",
+            "T5Gemma2MergedAttention",
+            "Xcodec2Attention",
+            "blt_local_decoder",
+            "mimi_decoder",
+            "muse_glimmer_assistant",
+            "qwen2_5_omni_talker",
+            "qwen3_omni_moe_talker_code_predictor",
+            "wav2vec2-bert",
+        ),
+        "the tests could not run its forward pass",
+    ),
     "qwen2_5_omni_dit": "its forward rotates the first head alone",
-    "qwen2_5_omni_talker": _NOT_RUN,
-    "qwen3_omni_moe_talker_code_predictor": _NOT_RUN,
-    "step3p5": _NOT_RUN,
     "vjepa2": "its forward turns the two channels of a pair by different angles, which is no rotation",
 }

@@ -11,33 +11,30 @@ channels `R_pᵀ S_s` mixes is what counts, in the order of the rows of W_q, wha
 import argparse
 import inspect
 import itertools
-import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_symqk.attention import AttentionLayer, channel_pairs, survey_attention
-from hf_symqk.attention.calling import _POSITIONS, Call, Rerun, capture_calls
-from hf_symqk.attention.catching import catch_logits
+from hf_symqk.attention.calling import _POSITIONS, Call, Rerun
 from hf_symqk.attention.responding import SIDES, Side, Stream, _aligned
 
 from . import report
-from .building import NoModelError, build
+from .building import NoModelError
 from .comparing import _direct_calls, _run
-from .configs import LEVELS, OVERRIDES, model_types
+from .configs import LEVELS, model_types
+from .rotating import reach, small_model
 
 
-__all__ = ["Rotation", "Verdict", "describe", "examine", "prepare", "rotations", "said", "small_model"]
+__all__ = ["Rotation", "Verdict", "describe", "examine", "rotations", "said"]
 
 _TOLERANCE = 1e-4  # of the largest entry; the least squares over D ≥ E terms in fp32 leave about 1e-6
-_SLOWEST = 0.05  # radians a position: what turns more slowly would not be seen in eight tokens
 _PLACES = 96  # heads, windows and sequences that are looked at
 _TOKENS = 9
 
@@ -69,117 +66,12 @@ class _AtPositions(Rerun):
         return value if isinstance(value, Tensor | tuple | list | dict) and kept is not None else kept
 
 
-# What the shrunk configs get wrong about rotation: widths of their own that have to fit the others.
-_OVERRIDES: dict[str, dict[str, Any]] = {
-    "bailing_hybrid": {"num_experts": 16},
-    # A head no wider than the rank of its queries, half of it rotated.
-    "deepseek_v4": {**OVERRIDES["deepseek_v4"], "head_dim": 16, "partial_rotary_factor": 0.5},
-    "hunyuan_vl_text": {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 4, 4, 4]}
-    },
-    "longcat_flash": {"head_dim": 8},
-}
-
-
-def small_model(model_type: str, level: int = 0) -> PreTrainedModel:
-    """
-    A small model with random weights, in which rotations show.
-
-    Args:
-        model_type (`str`): A key of `CONFIG_MAPPING`.
-        level (`int`, *optional*, defaults to 0): How small (see [`small_config`]).
-
-    Returns:
-        `PreTrainedModel`: In eval mode.
-    """
-    with mock.patch.dict(OVERRIDES, _OVERRIDES):
-        model = build(model_type, level)
-    prepare(model)
-    return model
-
-
-def prepare(model: nn.Module) -> None:
-    """Makes every channel that rotates do so visibly within a few tokens, and no W_q or W_k zero."""
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for module in model.modules():
-            config = getattr(module, "config", None)
-            if getattr(config, "layer_rope_theta", None) is None:  # rotations that are looked up by what they are
-                _quicken(getattr(config, "rope_parameters", None))
-        for name, buffer in model.named_buffers():
-            if "inv_freq" in name and buffer.is_floating_point():
-                buffer.copy_(torch.where(buffer > 0, buffer.clamp(min=_SLOWEST), buffer))
-                _share(model.get_submodule(name.rpartition(".")[0]), buffer.shape[-1])
-        for parameter in model.parameters():
-            if parameter.ndim > 1 and parameter.numel() and not parameter.abs().max() > 1e-4:
-                parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
-
-
-def _quicken(parameters: Any) -> None:
-    """The same of frequencies that are worked out in the forward pass."""
-    if isinstance(parameters, dict):
-        parameters |= {"rope_theta": 100.0} if "rope_theta" in parameters else {}
-        for values in parameters.values():
-            _quicken(values)
-
-
-def _share(embedding: nn.Module, channels: int) -> None:
-    """Shares of several axes (M-RoPE) that fit heads as narrow as these, in the proportions of the model's own."""
-    shares = getattr(embedding, "mrope_section", None)
-    if isinstance(shares, list | tuple) and sum(shares) != channels:
-        third = channels // 3
-        embedding.mrope_section = [channels - third * (len(shares) - 1), *[third] * (len(shares) - 1)]
-
-
-def _further(tower: PreTrainedModel) -> Iterator[dict[str, Any]]:
-    """Inputs that `inputs.py` does not make: patches with the shapes of their images, and what few towers take."""
-    generator = torch.Generator().manual_seed(4)
-    names = list(inspect.signature(tower.forward).parameters)
-    shapes = next((name for name in ("grid_thw", "image_grid_thw") if name in names), None)
-    kernels = [
-        p
-        for name, p in tower.named_parameters()
-        if re.search(r"(patch_emb\w*|embeddings\.proj)\.", name) and p.ndim > 1
-    ]
-    if shapes is not None and kernels:
-        images = torch.tensor([[2, 4, 4]])
-        image = next((name for name in ("pixel_values", "hidden_states") if name in names), names[0])
-        kernel = kernels[0].shape[1:]
-        side = int(getattr(tower.config, "patch_size", 1)) * int(getattr(tower.config, "spatial_merge_size", 1))
-        for shape in ((kernel.numel(),), kernel, (side, side, 3)):
-            patches = torch.randn(32, *shape, generator=generator)
-            yield from ({image: values, shapes: images} for values in (patches, patches.unsqueeze(0)))
-    if "num_patches" in names:
-        width = tower.config.hidden_size
-        yield {"inputs_embeds": torch.randn(2, 8, width, generator=generator), "num_patches": 4}
-    if "input_values" in names:
-        yield {"input_values": torch.randn(2, 1, 8000, generator=generator)}
-    if "input_ids" in names and (codes := getattr(tower.config, "num_channels", None)):
-        yield {"input_ids": torch.randint(5, 100, (2, 8, codes), generator=generator)}
-
-
-def _reach(model: PreTrainedModel, calls: dict[str, Call], wanted: list[str]) -> None:
-    """Adds calls of layers that nothing has reached so far."""
-    for prefix, tower in model.named_modules():
-        if not isinstance(tower, PreTrainedModel):
-            continue
-        modules = {".".join(filter(None, (prefix, name))): module for name, module in tower.named_modules()}
-        for inputs in _further(tower):
-            if not any(name in modules and name not in calls for name in wanted):
-                break
-            # What ran before an error is as good.
-            with torch.no_grad(), capture_calls(modules) as seen, catch_logits(tower), suppress(Exception):
-                tower(**inputs)
-            for name, call in seen.items():
-                calls.setdefault(name, call)
-
-
 def rotations(model: PreTrainedModel, errors: list[str]) -> dict[str, tuple[AttentionLayer, Rotation]]:
     """
     Looks at every attention layer that a forward pass of a model reaches.
 
     Args:
-        model (`PreTrainedModel`): A small model in eval mode, as `prepare` leaves it.
+        model (`PreTrainedModel`): A model of [`small_model`].
         errors (`list[str]`): Takes what inputs were not taken.
 
     Returns:
@@ -187,7 +79,7 @@ def rotations(model: PreTrainedModel, errors: list[str]) -> dict[str, tuple[Atte
     """
     layers = [layer for layer in survey_attention(model).layers if layer.problem is None]
     calls, *_ = _run(model, errors)
-    _reach(model, calls, [layer.name for layer in layers])
+    reach(model, calls, [layer.name for layer in layers])
     return {layer.name: (layer, _seen(layer, calls)) for layer in layers}
 
 

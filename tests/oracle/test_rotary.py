@@ -17,7 +17,8 @@ from hf_symqk.attention.catching import catch_logits
 
 from . import report
 from .configs import OVERRIDES, model_types
-from .rotary import describe, examine, rotations, said, small_model
+from .rotary import describe, examine, rotations, said
+from .rotating import small_model
 
 
 # A type a convention, what its config is to say besides, and what each of its layers does with the channels of a head.
