@@ -31,33 +31,48 @@ CASES = {
 }
 
 
-def sharded_by_fsdp2(name: str, member: str) -> dict[str, Tensor]:
+State = dict[str, Tensor]
+
+
+def sharded_by_fsdp2(name: str, member: str) -> tuple[State, State]:
+    """Whole weights before and after."""
     model = BY_NAME[name].build()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    before = {key: parameter.full_tensor().detach().clone() for key, parameter in model.named_parameters()}
     apply_qk_init(model, MEMBERS[member])
-    return {key: parameter.full_tensor() for key, parameter in model.named_parameters()}
+    return before, {key: parameter.full_tensor() for key, parameter in model.named_parameters()}
 
 
-def partitioned_by_zero3(name: str, member: str) -> dict[str, Tensor]:
+def partitioned_by_zero3(name: str, member: str) -> tuple[State, State]:
+    """Whole weights of a plain model and of one that was constructed with the member."""
     import deepspeed
 
-    model = BY_NAME[name].build(qk_init=MEMBERS[member])
-    assert all(parameter.shape == (0,) for parameter in model.parameters())
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        return {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
+    states = []
+    for qk_init in (None, MEMBERS[member]):
+        model = BY_NAME[name].build(qk_init=qk_init)
+        assert all(parameter.shape == (0,) for parameter in model.parameters())
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            states.append({key: parameter.detach().clone() for key, parameter in model.named_parameters()})
+    return states[0], states[1]
 
 
-def differing(found: dict[str, Tensor], model: nn.Module) -> list[str]:
+def differing(before: State, after: State, model: nn.Module, member: str) -> list[str]:
+    """Names of weights that one process, starting from the same, gives other values."""
     expected = dict(model.named_parameters())
-    assert found.keys() == expected.keys()
-    return [key for key, value in found.items() if not torch.equal(value, expected[key])]
+    assert after.keys() == expected.keys() == before.keys()
+    with torch.no_grad():
+        for key, parameter in expected.items():
+            parameter.copy_(before[key])
+    apply_qk_init(model, MEMBERS[member])
+    assert not all(torch.equal(before[key], after[key]) for key in before)
+    return [key for key, value in after.items() if not torch.equal(value, expected[key])]
 
 
 def main(engine: str, folder: Path) -> None:
     cases = CASES[engine]
-    # In one process first: ZeRO-3, once it is on, reaches every construction.
-    alone = {case: BY_NAME[case[0]].build(qk_init=MEMBERS[case[1]]) for case in cases}
+    # Before ZeRO-3 is on, which reaches every construction.
+    alone = {case: BY_NAME[case[0]].build() for case in cases}
     if engine == "fsdp2":
         dist.init_process_group("gloo")
         make, settings = sharded_by_fsdp2, None
@@ -69,7 +84,7 @@ def main(engine: str, folder: Path) -> None:
         make = partitioned_by_zero3
         settings = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
     assert dist.get_world_size() == 2
-    results = {"/".join(case): differing(make(*case), alone[case]) for case in cases}
+    results = {"/".join(case): differing(*make(*case), alone[case], case[1]) for case in cases}
     (folder / f"differing_{dist.get_rank()}.json").write_text(json.dumps(results))
     del settings  # Transformers holds it by a weak reference: it lives as long as construction under ZeRO-3 is meant
     dist.destroy_process_group()
