@@ -4,6 +4,7 @@ from .attention import find_attention_layers, register_qk_layout, unregister_qk_
 from .bilinear import BilinearForm, BilinearScores, directionality_score, symmetry_score
 from .callback import QKScoreCallback
 from .checkpoint import score_checkpoint
+from .dynamics import LayerUpdate, QKUpdates, TermWeights, qk_updates
 from .init import SymmetricInit, apply_qk_init
 from .plugin import register, unregister
 from .scores import LayerScores, QKScores
@@ -14,12 +15,16 @@ __all__ = [
     "BilinearForm",
     "BilinearScores",
     "LayerScores",
+    "LayerUpdate",
     "QKScoreCallback",
     "QKScores",
+    "QKUpdates",
     "SymmetricInit",
+    "TermWeights",
     "apply_qk_init",
     "directionality_score",
     "find_attention_layers",
+    "qk_updates",
     "register",
     "register_qk_layout",
     "score_checkpoint",

@@ -1,0 +1,7 @@
+"""What training does to W_qk: the gradient of a loss with respect to it, as a sum over pairs of tokens."""
+
+from .measuring import qk_updates
+from .updates import LayerUpdate, QKUpdates, TermWeights, log_of_updates
+
+
+__all__ = ["LayerUpdate", "QKUpdates", "TermWeights", "log_of_updates", "qk_updates"]
