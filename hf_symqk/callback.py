@@ -18,6 +18,7 @@ from .attention import (
     find_attention_layers,
     select_layers,
 )
+from .dynamics import BatchWatcher, log_of_updates, qk_updates
 from .history import ScoreHistory
 from .scores import QKScores
 from .scoring import ScorableLayer, join_gathering, model_type, score_layers, undefined_layers
@@ -26,6 +27,8 @@ from .scoring import ScorableLayer, join_gathering, model_type, score_layers, un
 __all__ = ["QKScoreCallback"]
 
 logger = logging.getLogger(__name__)
+
+_SEQUENCES = 8  # of a batch, whose updates are scored unless a number is given
 
 
 def _is_training_loss(logs: Mapping[str, Any]) -> bool:
@@ -61,6 +64,12 @@ class QKScoreCallback(TrainerCallback):
             `"bidirectional"` or `"causal"`.
         prefix (`str`, *optional*, defaults to `"qk"`):
             First part of the logged names.
+        gradients (`bool` or `int`, *optional*, defaults to `False`):
+            Scores the update of W_qk too (see [`qk_updates`]), as `qk/update_symmetry/median`,
+            `qk/update_directionality/layer_00`, …: that of the last batch that rank 0 was trained on, of its first 8
+            sequences or as many as the number says, with the loss that the model itself gives, without dropout. Not
+            before the first step, which has no batch. It takes one forward and backward pass of these sequences with
+            eager attention; nothing of it reaches the run. Under engines that shard there is no such pass.
         strict (`bool`, *optional*, defaults to `False`):
             Raises what goes wrong in a measurement, after every rank has come through it.
 
@@ -92,6 +101,7 @@ class QKScoreCallback(TrainerCallback):
         gamma: float = 2.0,
         attention: AttentionKind = "self",
         prefix: str = "qk",
+        gradients: bool | int = False,
         strict: bool = False,
     ):
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
@@ -100,6 +110,8 @@ class QKScoreCallback(TrainerCallback):
             raise ValueError(f"`attention` must be one of {', '.join(map(repr, ATTENTION_KINDS))}, got {attention!r}.")
         if not prefix or prefix.endswith("/"):
             raise ValueError(f"`prefix` must be a name without a slash at its end, got {prefix!r}.")
+        if not isinstance(gradients, int) or gradients < 0:
+            raise ValueError(f"`gradients` must be True, False or a number of sequences, got {gradients!r}.")
         self.every = every
         self.log_at_start = log_at_start
         self.log_at_end = log_at_end
@@ -108,8 +120,11 @@ class QKScoreCallback(TrainerCallback):
         self.gamma = gamma
         self.attention = attention
         self.prefix = prefix
+        self.gradients = _SEQUENCES if gradients is True else int(gradients)
         self.strict = strict
         self.scores: QKScores | None = None
+        self.update_scores: QKScores | None = None
+        self._watcher = BatchWatcher()
         self._handlers: list[weakref.ref[CallbackHandler]] = []
         self._history: ScoreHistory | None = None
         self._measured_step: int | None = None
@@ -152,7 +167,8 @@ class QKScoreCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.scores = self._history = self._measured_step = self._summary = None
+        self.scores = self.update_scores = self._history = self._measured_step = self._summary = None
+        self._watcher.forget()
         self._is_due = self._is_after_step = False
         # The history of a resumed run brings its events along, so that every k-th stays every k-th.
         self._events = len({row.get("step") for row in state.log_history if _is_training_loss(row)})
@@ -173,6 +189,8 @@ class QKScoreCallback(TrainerCallback):
             for handler in (known() for known in self._handlers):
                 if handler is not None and handler.optimizer is kwargs.get("optimizer"):
                     handler.on_log(args, state, control, logs)
+        if self.gradients and state.is_world_process_zero:
+            self._watcher.watch(kwargs["model"])
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -209,6 +227,7 @@ class QKScoreCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self._watcher.forget()
         # The summary is also what `train()` returns as the run's metrics; there the scores do not belong.
         for key in [key for key in self._summary or () if key.startswith(f"{self.prefix}/")]:
             (self._summary or {}).pop(key)
@@ -216,6 +235,7 @@ class QKScoreCallback(TrainerCallback):
     # --- measuring ---
 
     def _note_event(self, control: TrainerControl) -> None:
+        self._watcher.stop()
         self._is_after_step = True
         self._is_due = self._is_due or control.should_log
 
@@ -262,7 +282,20 @@ class QKScoreCallback(TrainerCallback):
             self._say(undefined, once="not finite")
         if (history := self._history) is not None:
             self._guard("the history file", history.append, state.global_step, scores)
-        return scores.to_log(self.prefix, heads=self.heads)
+        values = scores.to_log(self.prefix, heads=self.heads)
+        if self.gradients:
+            self._guard("the updates of W_qk", self._measure_updates, model, values)
+        return values
+
+    def _measure_updates(self, model: nn.Module, values: dict[str, float]) -> None:
+        batch = self._watcher.sequences(self.gradients)
+        if batch is None:
+            if self._measured_step:
+                self._say("the updates of W_qk: no batch was seen on its way into the model", once="no batch")
+            return
+        updates = qk_updates(model, batch, layers=self.layers, attention=self.attention, heads=self.heads)
+        self.update_scores = updates.scores(self.gamma)
+        values.update(log_of_updates(self.update_scores, self.prefix, self.heads))
 
     def _guard(self, what: str, action: Callable[..., None], *arguments: Any) -> None:
         try:

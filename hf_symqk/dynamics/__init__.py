@@ -2,6 +2,7 @@
 
 from .measuring import qk_updates
 from .updates import LayerUpdate, QKUpdates, TermWeights, log_of_updates
+from .watching import BatchWatcher
 
 
-__all__ = ["LayerUpdate", "QKUpdates", "TermWeights", "log_of_updates", "qk_updates"]
+__all__ = ["BatchWatcher", "LayerUpdate", "QKUpdates", "TermWeights", "log_of_updates", "qk_updates"]

@@ -74,8 +74,8 @@ def projections_of(layer: AttentionLayer) -> dict[Part, nn.Module | nn.Parameter
         layer ([`AttentionLayer`]): The layer.
 
     Returns:
-        `dict[str, torch.nn.Module | torch.nn.Parameter]`: By `"query"` and `"key"`: a linear map, or (where the forward
-        reads a parameter) its weight.
+        `dict[str, torch.nn.Module | torch.nn.Parameter]`: By `"query"` and `"key"`: a linear map, or (where the
+        forward reads a parameter) its weight.
     """
     holders: dict[Part, nn.Module | nn.Parameter] = {}
     for part in ("query", "key"):
@@ -153,7 +153,7 @@ def _factor_of_logits(tapped: TappedLogits) -> float | None:
     """What the forward multiplies the product by on its way into the softmax; `None` if not by one number."""
     ones = torch.ones_like(tapped.taken)
     (slope,) = torch.autograd.grad(tapped.taken, tapped.product, ones, retain_graph=True)
-    slopes = slope[slope != 0].float()  # 0 where a mask replaces logits
+    slopes = slope[slope != 0].to(torch.promote_types(slope.dtype, torch.float32))  # 0 where a mask stands
     if not slopes.numel():
         return None
     low, high = float(slopes.min()), float(slopes.max())

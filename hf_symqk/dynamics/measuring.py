@@ -41,18 +41,18 @@ def qk_updates(
     memory_gib: float = 8.0,
 ) -> QKUpdates:
     """
-    The implicit update of W_qk that a loss asks for (arXiv:2502.10927, section 2): of each head `scale · Xᵀ B X`, X the
-    hidden states that W_q and W_k read, B the gradient of the loss with respect to the attention logits; of a layer
-    the sum over its heads. It is the gradient of the loss with respect to W_qk, were that a weight of its own; a step
-    of gradient descent goes the other way, which changes no score.
+    The implicit update of W_qk that a loss asks for (arXiv:2502.10927): of each head `scale · Xᵀ B X`, X the hidden
+    states that W_q and W_k read, B the gradient of the loss with respect to the attention logits; of a layer the sum
+    over its heads. It is the gradient of the loss with respect to W_qk, were that a weight of its own; a step of
+    gradient descent goes the other way, which changes no score.
 
     A sum of rank-1 terms `β_ij x_i x_jᵀ`, its rank at most the number of tokens. A token adds to rows as the one that
     a prediction is made at (i) and to columns as its context (j).
 
-    The model runs in evaluation mode, so without dropout, with eager attention and outside autocast, and is left as it
-    was: modes, weights, gradients, buffers, hooks and random state. Besides what a backward pass with eager attention
-    takes (about `5 · S · H · N²` numbers a layer), each layer's forms take at most `H · (D + 1)²` numbers, however many
-    batches come, and `2 · H · (S · N)` for the weights of one batch; sums over batches are exact.
+    The model runs in evaluation mode, so without dropout, with eager attention and outside autocast, and is left as
+    it was: modes, weights, gradients, buffers, hooks and random state. Besides what a backward pass with eager
+    attention takes (about `5 · S · H · N²` numbers a layer), each layer's forms take at most `H · (D + 1)²` numbers,
+    however many batches come, and the weights of one batch `2 · H · S · N`; sums over batches are exact.
 
     What is measured, where more stands between W_q, W_k and the logits than their product:
 
@@ -161,9 +161,9 @@ class _LayerSum:
         if offset is not None:
             weights = weights.tril(offset).triu(offset)
         self.scale, self.relation = aligned.scale, aligned.relation
-        magnitudes = weights.abs()
         if not self.heads:
-            magnitudes, weights = magnitudes.sum(1, keepdim=True), weights.sum(1, keepdim=True)
+            weights = weights.sum(1, keepdim=True)
+        magnitudes = weights.abs()
         self.sum.add(aligned.query_input, aligned.key_input, weights)
         self.weights.append(TermWeights(*(magnitudes.sum(dim).transpose(0, 1) for dim in (-1, -2))))
 
@@ -240,7 +240,8 @@ def _add_batch(
                     f"{type(error).__name__}: {error}"
                 ) from error
         value = _loss_of(outputs, batch, loss)
-        terms = [(one, aligned) for one, tapped in _by_layer(sums, taps) for aligned in _aligned(one, tapped, taps)]
+        found = [(one, align_logits(one.layer, tapped, taps)) for one, tapped in _by_layer(sums, taps)]
+        terms = [(one, aligned) for one, several in found for aligned in several]
         products = [aligned.tapped.product for _, aligned in terms]
         gradients = torch.autograd.grad(value, products, allow_unused=True)
         with torch.no_grad():
@@ -249,10 +250,6 @@ def _add_batch(
             for one in sums:
                 one.finish_batch()
         return float(value.detach())
-
-
-def _aligned(one: _LayerSum, tapped: list[TappedLogits], taps: Taps) -> list[AlignedLogits]:
-    return align_logits(one.layer, tapped, taps)
 
 
 def _by_layer(sums: list[_LayerSum], taps: Taps) -> list[tuple[_LayerSum, list[TappedLogits]]]:
@@ -271,7 +268,9 @@ def _loss_of(outputs: Any, batch: Mapping[str, Any], loss: Loss | None) -> Tenso
     if not isinstance(value, Tensor) or value.numel() != 1:
         found = "nothing" if value is None else f"{type(value).__name__}"
         hint = "Put `labels` into the batch, or give `loss=`, a function of outputs and batch." if loss is None else ""
-        raise ValueError(f"The loss must be one number; the forward pass over ({', '.join(batch)}) gave {found}. {hint}")
+        raise ValueError(
+            f"The loss must be one number; the forward pass over ({', '.join(batch)}) gave {found}. {hint}"
+        )
     if not value.requires_grad:
         raise ValueError("The loss does not depend on the model's attention: it has no gradient.")
     return value.reshape(())

@@ -7,7 +7,7 @@ and W_k read (equal in self-attention).
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,9 @@ __all__ = ["LayerUpdate", "QKUpdates", "TermWeights", "log_of_updates"]
 
 class TermWeights(NamedTuple):
     """
-    How much the rank-1 terms `β_ij x_i x_jᵀ` of a layer's updates weigh: sums of `|β_ij|`, one row a head (one in all
-    with `heads=False`). Signed sums over the context of a prediction would say nothing: a softmax makes each of them 0.
+    How much the rank-1 terms `β_ij x_i x_jᵀ` of a layer's updates weigh: sums of `|β_ij|`, one row a head (with
+    `heads=False` one in all, of the terms summed over heads). Signed sums over the context of a prediction would say
+    nothing: a softmax makes each of them 0.
 
     Attributes:
         as_prediction (`torch.Tensor` of shape `(H, S, N)`): Of each token over its context, on the query side: the
@@ -122,8 +123,10 @@ class LayerUpdate:
         if self._has_heads:
             columns.append(_scores(self.head_forms, self._dense() if self._sum.is_multiplied_out else None, gamma))
         whole, *heads = torch.cat([column.view(len(METRICS), -1) for column in columns], 1).mT.tolist()
-        measured = dict(zip(METRICS, whole, strict=True))
-        by_head = zip(*heads, strict=True) if heads else ()
+        measured: dict[str, Any] = dict(zip(METRICS, whole, strict=True))
+        if heads:
+            by_head = map(tuple, zip(*heads, strict=True))
+            measured |= {f"head_{metric}": values for metric, values in zip(METRICS, by_head, strict=True)}
         return LayerScores(
             name=self.name,
             stack=self.stack,
@@ -138,7 +141,6 @@ class LayerUpdate:
             key_source=self.key_source,
             verified=self.verified,
             **measured,
-            **{f"head_{metric}": values for metric, values in zip(METRICS, by_head, strict=False)},
         )
 
     def _dense(self) -> Tensor:
