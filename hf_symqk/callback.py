@@ -3,6 +3,7 @@
 import logging
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from .attention import (
     find_attention_layers,
     select_layers,
 )
-from .dynamics import BatchWatcher, log_of_updates, qk_updates
+from .dynamics import LastBatch, log_of_updates, sum_updates
 from .history import ScoreHistory
 from .scores import QKScores
 from .scoring import ScorableLayer, join_gathering, model_type, score_layers, undefined_layers
@@ -67,9 +68,10 @@ class QKScoreCallback(TrainerCallback):
         gradients (`bool` or `int`, *optional*, defaults to `False`):
             Scores the update of W_qk too (see [`qk_updates`]), as `qk/update_symmetry/median`,
             `qk/update_directionality/layer_00`, …: that of the last batch that rank 0 was trained on, of its first 8
-            sequences or as many as the number says, with the loss that the model itself gives, without dropout. Not
-            before the first step, which has no batch. It takes one forward and backward pass of these sequences with
-            eager attention; nothing of it reaches the run. Under engines that shard there is no such pass.
+            sequences or as many as the number says, by the weights after that step, without dropout. Not before the
+            first step, which has no batch. It takes one forward and backward pass over these sequences with eager
+            attention, for which the Trainer's `compute_loss` is called once more; nothing of it reaches the run.
+            Under engines that shard there is no such pass.
         strict (`bool`, *optional*, defaults to `False`):
             Raises what goes wrong in a measurement, after every rank has come through it.
 
@@ -124,7 +126,7 @@ class QKScoreCallback(TrainerCallback):
         self.strict = strict
         self.scores: QKScores | None = None
         self.update_scores: QKScores | None = None
-        self._watcher = BatchWatcher()
+        self._batch: LastBatch | None = None
         self._handlers: list[weakref.ref[CallbackHandler]] = []
         self._history: ScoreHistory | None = None
         self._measured_step: int | None = None
@@ -135,9 +137,26 @@ class QKScoreCallback(TrainerCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         # Handlers lead to the model and the whole Trainer, which a copy of the callback is not to carry around.
-        return {**self.__dict__, "_handlers": []}
+        return {**self.__dict__, "_handlers": [], "_batch": None}
 
     # --- events ---
+
+    @property
+    def watches_batches(self) -> bool:
+        """Read by the plugin: whether this callback is shown what each training step is given."""
+        return bool(self.gradients)
+
+    def on_batch(self, trainer: Any, inputs: Mapping[str, Any], num_items: Any) -> None:
+        """
+        Called by the plugin before a batch is trained on.
+
+        Args:
+            trainer (`Trainer`): Who trains.
+            inputs (`Mapping[str, Any]`): What the step is given.
+            num_items (`torch.Tensor` or `int`, *optional*): What it divides its loss by.
+        """
+        if trainer.state.is_world_process_zero:
+            self._guard("the batch", self._keep_batch, trainer, inputs, num_items)
 
     def on_added(self, handler: CallbackHandler) -> None:
         """
@@ -168,7 +187,7 @@ class QKScoreCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.scores = self.update_scores = self._history = self._measured_step = self._summary = None
-        self._watcher.forget()
+        self._batch = None
         self._is_due = self._is_after_step = False
         # The history of a resumed run brings its events along, so that every k-th stays every k-th.
         self._events = len({row.get("step") for row in state.log_history if _is_training_loss(row)})
@@ -189,8 +208,6 @@ class QKScoreCallback(TrainerCallback):
             for handler in (known() for known in self._handlers):
                 if handler is not None and handler.optimizer is kwargs.get("optimizer"):
                     handler.on_log(args, state, control, logs)
-        if self.gradients and state.is_world_process_zero:
-            self._watcher.watch(kwargs["model"])
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -227,7 +244,7 @@ class QKScoreCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._watcher.forget()
+        self._batch = None
         # The summary is also what `train()` returns as the run's metrics; there the scores do not belong.
         for key in [key for key in self._summary or () if key.startswith(f"{self.prefix}/")]:
             (self._summary or {}).pop(key)
@@ -235,7 +252,6 @@ class QKScoreCallback(TrainerCallback):
     # --- measuring ---
 
     def _note_event(self, control: TrainerControl) -> None:
-        self._watcher.stop()
         self._is_after_step = True
         self._is_due = self._is_due or control.should_log
 
@@ -287,13 +303,21 @@ class QKScoreCallback(TrainerCallback):
             self._guard("the updates of W_qk", self._measure_updates, model, values)
         return values
 
+    def _keep_batch(self, *batch: Any) -> None:
+        self._batch = LastBatch(*batch)
+
     def _measure_updates(self, model: nn.Module, values: dict[str, float]) -> None:
-        batch = self._watcher.sequences(self.gradients)
-        if batch is None:
+        if (batch := self._batch) is None:
             if self._measured_step:
-                self._say("the updates of W_qk: no batch was seen on its way into the model", once="no batch")
+                self._say("the updates of W_qk: no training step was seen", once="no batch")
             return
-        updates = qk_updates(model, batch, layers=self.layers, attention=self.attention, heads=self.heads)
+        updates = sum_updates(
+            model,
+            [partial(batch.loss, number=self.gradients)],
+            layers=self.layers,
+            attention=self.attention,
+            heads=self.heads,
+        )
         self.update_scores = updates.scores(self.gamma)
         values.update(log_of_updates(self.update_scores, self.prefix, self.heads))
 

@@ -7,6 +7,7 @@ states, `T` tokens of a batch.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from .outer_sums import OuterSum, Room
 from .updates import LayerUpdate, QKUpdates, TermWeights
 
 
-__all__ = ["qk_updates"]
+__all__ = ["qk_updates", "sum_updates"]
 
 Loss = Callable[[Any, Mapping[str, Any]], Tensor]
 
@@ -115,6 +116,47 @@ def qk_updates(
 
     ```
     """
+    given = [batches] if isinstance(batches, Mapping) else batches
+    return sum_updates(
+        model,
+        (partial(_forward, batch=batch, loss=loss) for batch in given),
+        layers=layers,
+        attention=attention,
+        heads=heads,
+        offset=offset,
+        memory_gib=memory_gib,
+    )
+
+
+def sum_updates(
+    model: nn.Module,
+    forwards: Iterable[Callable[[nn.Module], Tensor]],
+    *,
+    layers: LayerChoice | None = None,
+    attention: AttentionKind = "self",
+    heads: bool = True,
+    offset: int | None = None,
+    memory_gib: float = 8.0,
+) -> QKUpdates:
+    """
+    [`qk_updates`] of forward passes that the caller makes.
+
+    Args:
+        model (`torch.nn.Module`): As in [`qk_updates`].
+        forwards (`Iterable[Callable[[torch.nn.Module], torch.Tensor]]`): Each runs the model that it is given and
+            returns a loss.
+        layers (`Sequence[int]` or `Mapping[str, Sequence[int]]`, *optional*): As in [`qk_updates`].
+        attention (`str`, *optional*, defaults to `"self"`): As in [`qk_updates`].
+        heads (`bool`, *optional*, defaults to `True`): As in [`qk_updates`].
+        offset (`int`, *optional*): As in [`qk_updates`].
+        memory_gib (`float`, *optional*, defaults to 8.0): As in [`qk_updates`].
+
+    Returns:
+        [`QKUpdates`]
+
+    Raises:
+        ValueError: as [`qk_updates`] does.
+    """
     if is_sharded(model):
         raise ValueError(
             f"{type(model).__name__} is sharded; updates of W_qk need a forward pass over whole weights. Measure them "
@@ -128,17 +170,32 @@ def qk_updates(
     chosen = select_layers(find_attention_layers(model), layers=layers, attention=attention)
     room = Room(memory_gib * 2**30)
     sums = [_LayerSum(layer, OuterSum(layer.name, room), heads) for layer in chosen]
-    losses: list[float] = []
-    for batch in [batches] if isinstance(batches, Mapping) else batches:
-        if not isinstance(batch, Mapping):
-            raise ValueError(
-                f"`batches` must be a mapping of the forward's arguments, or several, got {type(batch).__name__}."
-            )
-        losses.append(_add_batch(model, batch, loss, sums, offset))
+    losses = [_add_batch(model, forward, sums, offset) for forward in forwards]
     if not losses:
         raise ValueError("`batches` holds no batch.")
     updates = tuple(one.update(single=len(losses) == 1) for one in sums)
     return QKUpdates(updates, sum(losses) / len(losses), len(losses), model_type(model))
+
+
+def _forward(runs: nn.Module, batch: Mapping[str, Any], loss: Loss | None) -> Tensor:
+    """The loss of a batch, in the graph."""
+    if not isinstance(batch, Mapping):
+        raise ValueError(
+            f"`batches` must be a mapping of the forward's arguments, or several, got {type(batch).__name__}."
+        )
+    try:
+        outputs = runs(**batch)
+    except Exception as error:  # whatever a model's own code raises
+        raise ValueError(
+            f"{type(runs).__name__} cannot be run with the batch ({', '.join(batch)}): {type(error).__name__}: {error}"
+        ) from error
+    value = getattr(outputs, "loss", None) if loss is None else loss(outputs, batch)
+    if value is None:
+        raise ValueError(
+            f"{type(runs).__name__} gives no loss for the batch ({', '.join(batch)}). Put `labels` into it, or give "
+            "`loss=`, a function of outputs and batch."
+        )
+    return value
 
 
 @dataclass
@@ -150,13 +207,14 @@ class _LayerSum:
     heads: bool
     scale: float | None = None
     relation: Relation = "direct"
-    weights: list[TermWeights] = field(default_factory=list)
-    positions: list[Tensor] = field(default_factory=list)
+    calls: list[TermWeights] = field(default_factory=list)  # of the batch that is being added
+    weights: TermWeights | None = None  # of the last batch
+    positions: tuple[Tensor, Tensor] | None = None  # of all
 
     def add(self, aligned: AlignedLogits, gradient: Tensor | None, offset: int | None) -> None:
         """Adds the terms of one softmax; of a layer that the loss does not reach, none."""
         gradient = torch.zeros_like(aligned.tapped.product) if gradient is None else gradient
-        precise = torch.promote_types(gradient.dtype, torch.float32)
+        precise = torch.promote_types(torch.promote_types(gradient.dtype, aligned.query_input.dtype), torch.float32)
         weights = aligned.arrange(gradient.to(precise)) * aligned.factor
         if offset is not None:
             weights = weights.tril(offset).triu(offset)
@@ -165,23 +223,21 @@ class _LayerSum:
             weights = weights.sum(1, keepdim=True)
         magnitudes = weights.abs()
         self.sum.add(aligned.query_input, aligned.key_input, weights)
-        self.weights.append(TermWeights(*(magnitudes.sum(dim).transpose(0, 1) for dim in (-1, -2))))
+        self.calls.append(TermWeights(*(magnitudes.sum(dim).transpose(0, 1) for dim in (-1, -2))))
 
     def finish_batch(self) -> None:
         """Brings together the terms of a batch: of several if the forward calls the module several times."""
-        by_call, self.weights = self.weights, []
-        if all(call[0].shape == by_call[0][0].shape and call[1].shape == by_call[0][1].shape for call in by_call):
-            by_call = [TermWeights(*(torch.stack(side).sum(0) for side in zip(*by_call, strict=True)))]
-            self.weights = by_call
-        for number, total in enumerate(_by_position(by_call)):
-            if len(self.positions) < 2:
-                self.positions.append(total)
-            else:
-                self.positions[number] = _add_padded(self.positions[number], total)
+        calls, self.calls = self.calls, []
+        alike = len({tuple(weights.shape for weights in call) for call in calls}) == 1
+        self.weights = TermWeights(*(torch.stack(side).sum(0) for side in zip(*calls, strict=True))) if alike else None
+        sides = [self.positions or ()] + [tuple(weights.sum(1) for weights in call) for call in calls]
+        prediction, context = (reduce(_add_padded, side) for side in zip(*filter(None, sides), strict=True))
+        self.positions = prediction, context
 
     def update(self, single: bool) -> LayerUpdate:
         """What was summed."""
         layer = self.layer
+        assert self.positions is not None, "asked after a batch"
         return LayerUpdate(
             name=layer.name,
             stack=layer.stack,
@@ -199,20 +255,10 @@ class _LayerSum:
             relation=self.relation,
             position_as_prediction=self.positions[0],
             position_as_context=self.positions[1],
-            weights=self.weights[0] if single and self.weights else None,
+            weights=self.weights if single else None,
             _sum=self.sum,
             _has_heads=self.heads,
         )
-
-
-def _by_position(calls: list[TermWeights]) -> tuple[Tensor, Tensor]:
-    totals = []
-    for side in zip(*calls, strict=True):
-        total, *others = (weights.sum(1) for weights in side)
-        for other in others:
-            total = _add_padded(total, other)
-        totals.append(total)
-    return totals[0], totals[1]
 
 
 def _add_padded(one: Tensor, other: Tensor) -> Tensor:
@@ -223,7 +269,7 @@ def _add_padded(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _add_batch(
-    model: nn.Module, batch: Mapping[str, Any], loss: Loss | None, sums: list[_LayerSum], offset: int | None
+    model: nn.Module, forward: Callable[[nn.Module], Tensor], sums: list[_LayerSum], offset: int | None
 ) -> float:
     """Adds the updates of one batch; its loss."""
     holders = [holder for one in sums for holder in projections_of(one.layer).values()]
@@ -232,14 +278,7 @@ def _add_batch(
         # Without what engines and mixed precision wrapped around its forward.
         runs = extract_model_from_parallel(model, keep_fp32_wrapper=False, keep_torch_compile=False)
         with tap_logits(runs, holders) as taps:
-            try:
-                outputs = runs(**batch)
-            except Exception as error:
-                raise ValueError(
-                    f"{type(runs).__name__} cannot be run with the batch ({', '.join(batch)}): "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-        value = _loss_of(outputs, batch, loss)
+            value = _checked(forward(runs))
         found = [(one, align_logits(one.layer, tapped, taps)) for one, tapped in _by_layer(sums, taps)]
         terms = [(one, aligned) for one, several in found for aligned in several]
         products = [aligned.tapped.product for _, aligned in terms]
@@ -252,6 +291,16 @@ def _add_batch(
         return float(value.detach())
 
 
+def _checked(value: Any) -> Tensor:
+    """The loss, if it is one."""
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"The loss must be a tensor of one number, got {found}.")
+    if not value.requires_grad:
+        raise ValueError("The loss has no gradient: the forward pass ran without one, or the loss is detached.")
+    return value.reshape(())
+
+
 def _by_layer(sums: list[_LayerSum], taps: Taps) -> list[tuple[_LayerSum, list[TappedLogits]]]:
     """The logits of each layer: those made while its attention module, or a part of it, ran."""
     owners = {part: number for number, one in enumerate(sums) for part in one.layer.module.modules()}
@@ -261,16 +310,3 @@ def _by_layer(sums: list[_LayerSum], taps: Taps) -> list[tuple[_LayerSum, list[T
         if number is not None:
             tapped[number].append(logits)
     return list(zip(sums, tapped, strict=True))
-
-
-def _loss_of(outputs: Any, batch: Mapping[str, Any], loss: Loss | None) -> Tensor:
-    value = getattr(outputs, "loss", None) if loss is None else loss(outputs, batch)
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        found = "nothing" if value is None else f"{type(value).__name__}"
-        hint = "Put `labels` into the batch, or give `loss=`, a function of outputs and batch." if loss is None else ""
-        raise ValueError(
-            f"The loss must be one number; the forward pass over ({', '.join(batch)}) gave {found}. {hint}"
-        )
-    if not value.requires_grad:
-        raise ValueError("The loss does not depend on the model's attention: it has no gradient.")
-    return value.reshape(())

@@ -1,71 +1,70 @@
-"""The batch that a model is being trained on, for whoever measures between two steps."""
+"""The batch that a Trainer trained on last, and its loss once more, for whoever measures between two steps."""
 
-from typing import Any
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 
-__all__ = ["BatchWatcher"]
+if TYPE_CHECKING:  # a slow import, which only those pay who train with it
+    from transformers import Trainer
 
 
-class BatchWatcher:
+__all__ = ["LastBatch"]
+
+
+class LastBatch:
     """
-    Keeps hold of the keyword arguments with which a model was last called in training. The tensors are those that the
-    model got, no copies.
+    The inputs of one training step (of the last batch, where several are accumulated): the Trainer's own tensors, no
+    copies.
+
+    Args:
+        trainer (`Trainer`): Whose step it is.
+        inputs (`Mapping[str, Any]`): What the step is given, labels included.
+        num_items (`torch.Tensor` or `int`, *optional*): What the Trainer divides losses by, if it does.
     """
 
-    def __init__(self) -> None:
-        self.batch: dict[str, Any] | None = None
-        self._handle: Any = None
+    def __init__(self, trainer: "Trainer", inputs: Mapping[str, Any], num_items: Tensor | int | None = None) -> None:
+        self._trainer = weakref.ref(trainer)
+        self.inputs = dict(inputs)
+        self.num_items = num_items
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Neither the batch nor the hook goes into copies.
-        return {"batch": None, "_handle": None}
-
-    def watch(self, model: nn.Module) -> None:
+    def sequences(self, number: int) -> dict[str, Any]:
         """
-        Watches a model from now on, and no other.
+        The first sequences of the batch.
 
         Args:
-            model (`torch.nn.Module`): The model itself, inside whatever wraps it.
-        """
-        self.stop()
-
-        def note(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            # Replicas of `DataParallel`, which share the hook, see parts of the batch.
-            if module is model and module.training and torch.is_grad_enabled() and not args:
-                self.batch = dict(kwargs)
-
-        self._handle = model.register_forward_pre_hook(note, with_kwargs=True)
-
-    def stop(self) -> None:
-        """Ends watching; the last batch stays known."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-
-    def forget(self) -> None:
-        """Ends watching, and lets go of the batch."""
-        self.stop()
-        self.batch = None
-
-    def sequences(self, number: int) -> dict[str, Any] | None:
-        """
-        The first sequences of the last batch.
-
-        Args:
-            number (`int`): At most how many. A batch whose tensors do not all count sequences first stays whole.
+            number (`int`): At most how many. A batch whose tensors do not all count the same first stays whole.
 
         Returns:
-            `dict[str, Any]`: `None` if no batch was seen.
+            `dict[str, Any]`
         """
-        if self.batch is None:
-            return None
-        counts = {value.shape[0] for value in self.batch.values() if isinstance(value, Tensor) and value.ndim}
+        counts = {value.shape[0] for value in self.inputs.values() if isinstance(value, Tensor) and value.ndim}
         if len(counts) != 1:
-            return dict(self.batch)
+            return dict(self.inputs)
         return {
             name: value[:number] if isinstance(value, Tensor) and value.ndim else value
-            for name, value in self.batch.items()
+            for name, value in self.inputs.items()
         }
+
+    def loss(self, model: nn.Module, number: int) -> Tensor:
+        """
+        The Trainer's own loss of the first sequences.
+
+        Args:
+            model (`torch.nn.Module`): What is run.
+            number (`int`): At most how many sequences.
+
+        Returns:
+            `torch.Tensor`: In the graph of the forward pass.
+
+        Raises:
+            ValueError: if the Trainer is gone.
+        """
+        trainer = self._trainer()
+        if trainer is None:
+            raise ValueError("The Trainer whose batch it was is gone.")
+        inputs = trainer._prepare_inputs(self.sequences(number))
+        loss = trainer.compute_loss(model, inputs, num_items_in_batch=self.num_items)
+        return loss[0] if isinstance(loss, tuple) else loss
