@@ -1,7 +1,9 @@
 """The batch that a Trainer trained on last, and its loss once more, for whoever measures between two steps."""
 
+import copy
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -65,6 +67,20 @@ class LastBatch:
         trainer = self._trainer()
         if trainer is None:
             raise ValueError("The Trainer whose batch it was is gone.")
-        inputs = trainer._prepare_inputs(self.sequences(number))
-        loss = trainer.compute_loss(model, inputs, num_items_in_batch=self.num_items)
+        with _unheard(trainer):
+            inputs = trainer._prepare_inputs(self.sequences(number))
+            loss = trainer.compute_loss(model, inputs, num_items_in_batch=self.num_items)
         return loss[0] if isinstance(loss, tuple) else loss
+
+
+@contextmanager
+def _unheard(trainer: "Trainer") -> Iterator[None]:
+    """Inside, what a Trainer logs reaches neither callbacks nor history: some log where they compute losses."""
+    handler, state = trainer.callback_handler, trainer.state
+    trainer.callback_handler, trainer.state = copy.copy(handler), copy.copy(state)
+    trainer.callback_handler.callbacks = []
+    trainer.state.log_history = list(state.log_history)
+    try:
+        yield
+    finally:
+        trainer.callback_handler, trainer.state = handler, state
