@@ -266,7 +266,7 @@ def _is_fresh(module: nn.Module) -> bool:
 
 # --- the Trainer's callbacks --------------------------------------------------------------------------------------
 
-_SINGLE_SCORES = re.compile(rf"/({'|'.join(METRICS)})/(?!median$)")
+_SINGLE_SCORES = re.compile(rf"/(update_)?({'|'.join(METRICS)})/(?!median$)")
 
 
 def _wrap_add_callback(original: Callable[..., None]) -> Callable[..., None]:

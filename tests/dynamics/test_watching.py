@@ -66,6 +66,14 @@ def test_what_is_logged_is_the_update_of_the_last_batch(tmp_path):
     assert not any(other.startswith(f"{key}/") for key in row for other in row), "no key is the folder of another"
 
 
+def test_the_console_shows_medians_alone(tmp_path, capsys):
+    """As of the scores: values of single layers are for trackers and files."""
+    tiny_trainer(tmp_path, [QKScoreCallback(gradients=True)], max_steps=2).train()
+    shown = capsys.readouterr().out
+    assert "qk/update_symmetry/median" in shown
+    assert "qk/update_symmetry/layer_00" not in shown
+
+
 def test_the_loss_is_the_trainers(tmp_path):
     """Label smoothing and loss functions take the labels out of what the model gets."""
 
