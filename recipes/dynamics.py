@@ -29,6 +29,7 @@ import torch
 from builtin_text import builtin_documents
 from examples import IGNORED
 from masking import TokenMasker
+from modeling import DECODER
 from packing import Packer, decoder_frame
 from tokenization import ENCODER_TOKENS, trained_tokenizer
 from torch import Tensor
@@ -44,7 +45,6 @@ __all__ = ["Run", "main"]
 BLOCK = 64
 BATCH = 32
 MASKED_SHARE = 0.15
-SHAPE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
 
 
 @dataclass(frozen=True)
@@ -188,9 +188,7 @@ def main(argv: Sequence[str] | None = None) -> pd.DataFrame:
     held_out, training = blocks[: given.measured * BATCH], blocks[given.measured * BATCH : needed]
     masker = TokenMasker(tokenizer, MASKED_SHARE, given.seed)
 
-    config = LlamaConfig(
-        **SHAPE, vocab_size=len(tokenizer), max_position_embeddings=BLOCK, pad_token_id=tokenizer.pad_token_id
-    )
+    config = LlamaConfig(**DECODER.default_shape, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
     layers: list[dict[str, Any]] = []
     shares: list[dict[str, Any]] = []
     for name, run in RUNS.items():

@@ -85,6 +85,7 @@ def tap_logits(model: nn.Module, projections: Iterable[Holder]) -> Iterator[Taps
                 after = module.register_forward_hook(_noting(calls[module]), with_kwargs=True)
                 stack.callback(before.remove)
                 stack.callback(after.remove)
+        stack.callback(tapper.let_go)
         stack.enter_context(tapper.watching(model))
         yield Taps(tapper.tapped, calls)
 
@@ -128,6 +129,11 @@ class _Tapper(Catcher):
             if place is not None:
                 return self._project(func, args, kwargs, place)
         return super().__torch_function__(func, types, args, kwargs)
+
+    def let_go(self) -> None:
+        """Drops what was followed on its way: a backward pass needs the memory."""
+        for held in (self._products, self._taps, self._alive):
+            held.clear()
 
     def _calls_of(self, held: Any) -> list[ProjectionCall] | None:
         return self._parameters.get(held.untyped_storage().data_ptr()) if isinstance(held, Tensor) else None

@@ -51,9 +51,10 @@ def qk_updates(
     a prediction is made at (i) and to columns as its context (j).
 
     The model runs in evaluation mode, so without dropout, with eager attention and outside autocast, and is left as
-    it was: modes, weights, gradients, buffers, hooks and random state. Besides what a backward pass with eager
-    attention takes (about `5 · S · H · N²` numbers a layer), each layer's forms take at most `H · (D + 1)²` numbers,
-    however many batches come, and the weights of one batch `2 · H · S · N`; sums over batches are exact.
+    it was: modes, weights, gradients, buffers, hooks and random state. All attention logits are held at once, about
+    `6 · S · H · N²` numbers a layer (three times what training with eager attention takes; split batches where that is
+    too much). Each layer's forms take at most `H · (D + 1)²` numbers, however many batches come, and sums over batches
+    are exact; the weights of one batch take `2 · H · S · N`.
 
     What is measured, where more stands between W_q, W_k and the logits than their product:
 
