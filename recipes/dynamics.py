@@ -43,7 +43,7 @@ from hf_symqk import QKUpdates, qk_updates
 __all__ = ["Run", "main"]
 
 BLOCK = 64
-BATCH = 32
+BATCH = 16
 MASKED_SHARE = 0.15
 
 
@@ -170,10 +170,10 @@ def main(argv: Sequence[str] | None = None) -> pd.DataFrame:
         `pandas.DataFrame`: The table of layers.
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=250, help="training steps of each run, of 32 blocks of 64 tokens")
-    parser.add_argument("--measured", type=int, default=8, help="held-out batches that updates are summed over")
-    parser.add_argument("--learning_rate", type=float, default=2e-3)
-    parser.add_argument("--vocab_size", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=300, help="training steps of each run, of 16 blocks of 64 tokens")
+    parser.add_argument("--measured", type=int, default=16, help="held-out batches that updates are summed over")
+    parser.add_argument("--learning_rate", type=float, default=3e-3)
+    parser.add_argument("--vocab_size", type=int, default=1024)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(argv)
 
