@@ -1,9 +1,10 @@
 """Symmetric query-key initialisation and W_qk scores for Hugging Face Transformers. Importing registers the plugin."""
 
 from .attention import find_attention_layers, register_qk_layout, unregister_qk_layout
-from .bilinear import BilinearForm, BilinearScores, directionality_score, symmetry_score
+from .bilinear import BilinearForm, BilinearScores, SpectralScores
 from .callback import QKScoreCallback
 from .checkpoint import score_checkpoint
+from .dense import directionality_score, symmetry_score
 from .dynamics import LayerUpdate, QKUpdates, TermWeights, qk_updates
 from .init import SymmetricInit, apply_qk_init
 from .plugin import register, unregister
@@ -19,6 +20,7 @@ __all__ = [
     "QKScoreCallback",
     "QKScores",
     "QKUpdates",
+    "SpectralScores",
     "SymmetricInit",
     "TermWeights",
     "apply_qk_init",

@@ -10,14 +10,17 @@ No `D × C` matrix is ever held. Two ways lead to the same sums, and the cheaper
   `‖W‖² = ⟨G, K⟩`, row norms² = `rowsum((left K) ∘ left)`, column norms² = `rowsum((right G) ∘ right)`:
   `10 D R²` operations.
 - *Tiles*: each pair of mirrored tiles of `W` is multiplied out, summed and dropped: `2 D² R` operations.
+
+Spectra come from `R × R` matrices too, see `_spectra.py`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from . import _spectra
 from ._sums import (
     Sums,
     accumulation_dtype,
@@ -26,17 +29,14 @@ from ._sums import (
     chunk_sums,
     directionality,
     exact_products,
-    excess_ratio,
     flat_chunks,
-    largest_magnitude,
     norm,
-    quotient,
     row_blocks,
     symmetry,
 )
 
 
-__all__ = ["BilinearForm", "BilinearScores", "directionality_score", "symmetry_score"]
+__all__ = ["BilinearForm", "BilinearScores", "SpectralScores"]
 
 
 class BilinearScores(NamedTuple):
@@ -48,6 +48,20 @@ class BilinearScores(NamedTuple):
     directionality: Tensor
     frobenius_norm: Tensor
     relative_error: Tensor
+
+
+class SpectralScores(NamedTuple):
+    """
+    Scores of a bilinear form's spectrum, one tensor of the form's batch shape each. See
+    [`BilinearForm.spectral_scores`].
+    """
+
+    positivity: Tensor
+    normalized_trace: Tensor
+    stable_rank: Tensor
+    effective_rank: Tensor
+    symmetric_energy: Tensor
+    skew_energy: Tensor
 
 
 class BilinearForm:
@@ -219,6 +233,68 @@ class BilinearForm:
                 parts.append(total)
         return self._to_batch(torch.cat(parts))
 
+    def eigenvalues(self) -> Tensor:
+        """
+        Eigenvalues of W that need not be 0, from the `R × R` product of the factors, in fp64.
+
+        Returns:
+            `torch.Tensor` of shape `(..., min(R, D))`, complex, largest magnitude first; the `D − R` others are 0. NaN
+            where a factor holds NaN or infinity.
+
+        Raises:
+            ValueError: if W is not square.
+        """
+        self._require_square("spectrum")
+        return self._spectrum(_spectra.eigenvalues)
+
+    def singular_values(self) -> Tensor:
+        """
+        Singular values of W that need not be 0, from triangular factors (`R × R`), in fp64 (`torch.Tensor` of shape
+        `(..., min(R, D, C))`, largest first; NaN where a factor holds NaN or infinity).
+        """
+        return self._spectrum(_spectra.singular_values)
+
+    def spectral_scores(self) -> SpectralScores:
+        """
+        Scores of the spectrum, in fp64. Eigenvalues λ, singular values σ, rank R of the factors (D, where that is
+        smaller). The cost is `O(D R² + R³)` a matrix; a layer form of multi-head attention, whose R is about D, costs
+        two dense decompositions.
+
+        Returns:
+            [`SpectralScores`]: `positivity`, `Σ Re λ / Σ |λ|` in [−1, 1]: 1 where W is positive semi-definite, −1
+            where it is negative; a token then attends to (or away from) its like. `normalized_trace`,
+            `tr W / (√R ‖W‖)` in [−1, 1]: 1 for multiples of the identity (or, of lower rank, of an orthogonal
+            projection). `stable_rank`, `‖W‖² / σ₁²`, and `effective_rank`, `exp(−Σ p log p)` with `p = σ / Σ σ` (Roy &
+            Vetterli, 2007), both in [1, R]. `symmetric_energy` and `skew_energy`, ‖S‖² and ‖N‖² of the symmetric and
+            the skew-symmetric part, whose sum is ‖W‖². All are 0 where W is zero and NaN where a factor holds NaN or
+            infinity; where W is not square, all but the two ranks are NaN.
+
+        Examples:
+
+        ```python
+        >>> import torch
+        >>> from hf_symqk import BilinearForm
+
+        >>> w_q = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+        >>> scores = BilinearForm(w_q, w_q).spectral_scores()  # W = W_q W_qᵀ is positive semi-definite
+        >>> round(float(scores.positivity), 6), round(float(scores.skew_energy), 6)
+        (1.0, 0.0)
+
+        ```
+        """
+        singular = self.singular_values()
+        if self.is_square:
+            eigen = self.eigenvalues().to(singular.device)
+        else:
+            eigen = torch.full_like(singular, torch.nan, dtype=torch.complex128)
+        return SpectralScores(
+            _spectra.positivity(eigen),
+            _spectra.normalized_trace(eigen, singular),
+            _spectra.stable_rank(singular),
+            _spectra.effective_rank(singular),
+            *_spectra.energies(eigen, singular),
+        )
+
     def to_dense(self) -> Tensor:
         """
         The matrix itself, `torch.Tensor` of shape `(..., D, C)` in the accumulation dtype, for small matrices.
@@ -246,6 +322,12 @@ class BilinearForm:
         )
         yield from flat_chunks(left, right, limit or chunk_limit(left))
 
+    def _spectrum(self, values: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        with exact_products(self.left.device):
+            # Where both factors are shared by a chunk, one matrix stands for all of it.
+            parts = [values(*chunk).expand(chunk[0].shape[0], -1) for chunk in self._chunks()]
+            return self._to_batch(torch.cat(parts))
+
     def _sums(self, with_rows: bool = True, careful: bool = True) -> Sums:
         with exact_products(self.left.device):
             sums = Sums.cat([chunk_sums(*chunk, accumulation_dtype(*chunk), with_rows) for chunk in self._chunks()])
@@ -256,89 +338,3 @@ class BilinearForm:
                     left, right = items[index]
                     sums.replace(index, careful_sums(left, right, with_rows))
         return sums
-
-
-def symmetry_score(w: Tensor | BilinearForm) -> Tensor:
-    """
-    Symmetry score `tr(W W) / ‖W‖²` of a matrix, dense or factored; see [`BilinearForm.symmetry_score`].
-
-    Args:
-        w (`torch.Tensor` of shape `(..., D, D)` or [`BilinearForm`]):
-            The matrix (or matrices).
-
-    Returns:
-        `torch.Tensor` of the batch shape, in [−1, 1]; 0 for a zero matrix, NaN where an entry is NaN or infinite.
-
-    Raises:
-        TypeError: if `w` is neither a floating point tensor nor a [`BilinearForm`].
-        ValueError: if the matrix is not square.
-
-    Examples:
-
-    ```python
-    >>> import torch, hf_symqk
-    >>> hf_symqk.symmetry_score(torch.tensor([[2.0, 1.0], [1.0, 0.0]]))
-    tensor(1.)
-    >>> hf_symqk.symmetry_score(torch.tensor([[0.0, 1.0], [-1.0, 0.0]]))
-    tensor(-1.)
-
-    ```
-    """
-    if isinstance(w, BilinearForm):
-        return w.symmetry_score()
-    if _require_matrix(w).shape[-1] != w.shape[-2]:
-        raise ValueError(f"The symmetry score needs a square matrix, got shape {tuple(w.shape)}.")
-    with torch.no_grad():
-        w = w.to(accumulation_dtype(w))
-        w = w / largest_magnitude(w)[..., None, None]
-        trace_of_square, squared_norm = w.new_zeros(2, *w.shape[:-2])
-        for rows in row_blocks(w):  # a block at a time: w * w.mT would be a second matrix
-            trace_of_square += (w[..., rows, :] * w[..., rows].mT).sum((-2, -1))
-            squared_norm += w[..., rows, :].square().sum((-2, -1))
-        return quotient(trace_of_square, squared_norm)
-
-
-def directionality_score(w: Tensor | BilinearForm, gamma: float = 2.0) -> Tensor:
-    """
-    Directionality score `(R − C) / (R + C)` of a matrix, dense or factored; see [`BilinearForm.directionality_score`].
-
-    Args:
-        w (`torch.Tensor` of shape `(..., D, C)` or [`BilinearForm`]):
-            The matrix (or matrices).
-        gamma (`float`, *optional*, defaults to 2.0):
-            How many standard deviations above the mean a norm must lie to count.
-
-    Returns:
-        `torch.Tensor` of the batch shape, in [−1, 1]; negative where columns dominate, 0 where no norm exceeds its
-        threshold, NaN where an entry is NaN or infinite.
-
-    Raises:
-        TypeError: if `w` is neither a floating point tensor nor a [`BilinearForm`].
-
-    Examples:
-
-    ```python
-    >>> import torch, hf_symqk
-    >>> w = torch.ones(64, 64)
-    >>> w[:, 3] = 10.0  # one column dominates
-    >>> hf_symqk.directionality_score(w)
-    tensor(-1.)
-
-    ```
-    """
-    if isinstance(w, BilinearForm):
-        return w.directionality_score(gamma)
-    _require_matrix(w)
-    with torch.no_grad():
-        w = w.to(accumulation_dtype(w))
-        w = w / largest_magnitude(w)[..., None, None]
-        return excess_ratio(torch.linalg.vector_norm(w, dim=-1), torch.linalg.vector_norm(w, dim=-2), gamma)
-
-
-def _require_matrix(w: Tensor) -> Tensor:
-    if not isinstance(w, Tensor) or not w.is_floating_point():
-        found = f"dtype {w.dtype}" if isinstance(w, Tensor) else type(w).__name__
-        raise TypeError(f"Expected a floating point tensor or a BilinearForm, got {found}.")
-    if w.ndim < 2:
-        raise ValueError(f"Expected a matrix of shape (..., D, C), got {tuple(w.shape)}.")
-    return w

@@ -21,8 +21,9 @@ from .attention import (
 )
 from .dynamics import LastBatch, log_of_updates, sum_updates
 from .history import ScoreHistory
+from .model_family import model_type
 from .scores import QKScores
-from .scoring import ScorableLayer, join_gathering, model_type, score_layers, undefined_layers
+from .scoring import ScorableLayer, join_gathering, score_layers, undefined_layers
 
 
 __all__ = ["QKScoreCallback"]
@@ -74,6 +75,9 @@ class QKScoreCallback(TrainerCallback):
             Under engines that shard there is no such pass.
         strict (`bool`, *optional*, defaults to `False`):
             Raises what goes wrong in a measurement, after every rank has come through it.
+        spectral (`bool`, *optional*, defaults to `False`):
+            Scores eigenvalues and singular values too: `qk/positivity/median`, … (see
+            [`BilinearForm.spectral_scores`]; two dense decompositions a layer of multi-head attention).
 
     Raises:
         ValueError: for options that cannot be meant; and when the Trainer is made, if the model has no known attention
@@ -105,6 +109,7 @@ class QKScoreCallback(TrainerCallback):
         prefix: str = "qk",
         gradients: bool | int = False,
         strict: bool = False,
+        spectral: bool = False,
     ):
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"`every` must be a whole number of logging events, at least 1; got {every!r}.")
@@ -124,6 +129,7 @@ class QKScoreCallback(TrainerCallback):
         self.prefix = prefix
         self.gradients = _SEQUENCES if gradients is True else int(gradients)
         self.strict = strict
+        self.spectral = spectral
         self.scores: QKScores | None = None
         self.update_scores: QKScores | None = None
         self._batch: LastBatch | None = None
@@ -265,7 +271,7 @@ class QKScoreCallback(TrainerCallback):
         return select_layers(find_attention_layers(model), layers=self.layers, attention=self.attention)
 
     def _open_history(self, path: Path, resumed_step: int) -> None:
-        self._history = ScoreHistory(path, resumed_step)
+        self._history = ScoreHistory(path, resumed_step, self.spectral)
 
     def _measure(self, model: nn.Module, state: TrainerState) -> dict[str, float]:
         """Scores on rank 0, while every rank gathers every layer; the values to log, empty on other ranks."""
@@ -281,7 +287,9 @@ class QKScoreCallback(TrainerCallback):
         try:
             chosen = self._chosen(model)
             if state.is_world_process_zero:
-                results = score_layers(chosen, gamma=self.gamma, heads=self.heads, on_error=on_error)
+                results = score_layers(
+                    chosen, gamma=self.gamma, heads=self.heads, spectral=self.spectral, on_error=on_error
+                )
                 scores = QKScores(results, self.gamma, model_type(model))
             else:
                 join_gathering(chosen, on_error=on_error)

@@ -2,7 +2,7 @@
 `qk_scores.csv`: the scores of a training run as a table that survives the run being killed.
 
 Columns: `step`, `stack` (empty if the model has one), `layer`, `head` (empty for the layer form), `symmetry`,
-`directionality`, `frobenius_norm`. NaN is written as `nan`.
+`directionality`, `frobenius_norm`, and the spectral scores where a run measures them. NaN is written as `nan`.
 """
 
 import csv
@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pandas as pd
 
-from .scores import METRICS, QKScores
+from .scores import METRICS, SPECTRAL_METRICS, QKScores
 
 
 __all__ = ["COLUMNS", "ScoreHistory", "read_history"]
 
 COLUMNS = ("step", "stack", "layer", "head", *METRICS)
+_ALL_COLUMNS = (*COLUMNS, *SPECTRAL_METRICS)
 
 
 def read_history(path: str | os.PathLike) -> pd.DataFrame:
@@ -37,11 +38,12 @@ def read_history(path: str | os.PathLike) -> pd.DataFrame:
     path = Path(path)
     path = path / "qk_scores.csv" if path.is_dir() else path
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    if not lines or tuple(lines[0].strip().split(",")) != COLUMNS:
+    columns = tuple(lines[0].strip().split(",")) if lines else ()
+    if columns not in (COLUMNS, _ALL_COLUMNS):
         raise ValueError(f"{str(path)!r} is not a history of W_qk scores; its first line is not {','.join(COLUMNS)}.")
     finished = csv.reader(line for line in lines[1:] if line.endswith("\n"))
-    table = pd.DataFrame([row for row in finished if len(row) == len(COLUMNS)], columns=list(COLUMNS))
-    types = {"step": "int64", "layer": "int64", "head": "Int64", **dict.fromkeys(METRICS, "float64")}
+    table = pd.DataFrame([row for row in finished if len(row) == len(columns)], columns=list(columns))
+    types = {"step": "int64", "layer": "int64", "head": "Int64", **dict.fromkeys(columns[4:], "float64")}
     table["head"] = table["head"].where(table["head"] != "", pd.NA)
     return table.astype(types)
 
@@ -56,14 +58,17 @@ class ScoreHistory:
         resumed_step (`int`):
             Optimiser step at which the run starts. At 0 an older file is replaced; at a later step its rows up to that
             step stay, and those beyond it, which the resumed run will measure again, are dropped.
+        spectral (`bool`, *optional*, defaults to `False`):
+            Whether the file has columns for spectral scores.
     """
 
-    def __init__(self, path: str | os.PathLike, resumed_step: int):
+    def __init__(self, path: str | os.PathLike, resumed_step: int, spectral: bool = False):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = pd.DataFrame(columns=list(COLUMNS))
+        self.columns = list(_ALL_COLUMNS if spectral else COLUMNS)
+        kept = pd.DataFrame(columns=self.columns)
         if resumed_step and self.path.exists():
-            kept = read_history(self.path)
+            kept = read_history(self.path).reindex(columns=self.columns)
             kept = kept[kept["step"] <= resumed_step]
             kept["head"] = kept["head"].astype("string").fillna("")
         self.steps = set(kept["step"])
@@ -88,9 +93,8 @@ class ScoreHistory:
         table = pd.concat([layers, heads]) if len(heads) else layers
         self._write(self.path, table.assign(step=step), mode="a", header=False)
 
-    @staticmethod
-    def _write(path: Path, table: pd.DataFrame, mode: str, header: bool) -> None:
+    def _write(self, path: Path, table: pd.DataFrame, mode: str, header: bool) -> None:
         with open(path, mode, encoding="utf-8", newline="") as file:
-            table.to_csv(file, columns=list(COLUMNS), index=False, header=header, na_rep="nan", lineterminator="\n")
+            table.to_csv(file, columns=self.columns, index=False, header=header, na_rep="nan", lineterminator="\n")
             file.flush()
             os.fsync(file.fileno())

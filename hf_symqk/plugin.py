@@ -33,7 +33,7 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, 
 
 from .attention import AttentionLayer, survey_attention
 from .init import SymmetricInit, choose_layers, write_init
-from .scores import METRICS
+from .scores import METRICS, SPECTRAL_METRICS
 
 
 __all__ = ["register", "unregister"]
@@ -266,7 +266,7 @@ def _is_fresh(module: nn.Module) -> bool:
 
 # --- the Trainer's callbacks --------------------------------------------------------------------------------------
 
-_SINGLE_SCORES = re.compile(rf"/(update_)?({'|'.join(METRICS)})/(?!median$)")
+_SINGLE_SCORES = re.compile(rf"/(update_)?({'|'.join((*METRICS, *SPECTRAL_METRICS))})/(?!median$)")
 
 
 def _wrap_add_callback(original: Callable[..., None]) -> Callable[..., None]:

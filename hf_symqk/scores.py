@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,18 @@ from typing import Any
 import pandas as pd
 
 
-__all__ = ["METRICS", "LayerScores", "QKScores"]
+__all__ = ["METRICS", "SPECTRAL_METRICS", "LayerScores", "QKScores"]
 
 METRICS = ("symmetry", "directionality", "frobenius_norm")
+# Measured only where asked for.
+SPECTRAL_METRICS = (
+    "positivity",
+    "normalized_trace",
+    "stable_rank",
+    "effective_rank",
+    "symmetric_energy",
+    "skew_energy",
+)
 _QUANTILES = {"q25": 0.25, "median": 0.5, "q75": 0.75}
 
 
@@ -49,6 +58,10 @@ class LayerScores:
         verified (`bool`): Whether a forward pass has proven that W_q and W_k are read rightly: that of Transformers'
             own model of this type, or of the model itself where it was probed. `False` also where nobody says, as in
             files older than this field.
+        positivity, normalized_trace, stable_rank, effective_rank, symmetric_energy, skew_energy (`float` or `None`):
+            Spectral scores of the layer form (see [`BilinearForm.spectral_scores`]); `None` where they were not asked
+            for.
+        head_positivity, … (`tuple[float, ...]`): The same of each head form.
     """
 
     name: str
@@ -71,6 +84,18 @@ class LayerScores:
     causal: bool | None = None
     key_source: str = ""
     verified: bool = False
+    positivity: float | None = None
+    normalized_trace: float | None = None
+    stable_rank: float | None = None
+    effective_rank: float | None = None
+    symmetric_energy: float | None = None
+    skew_energy: float | None = None
+    head_positivity: tuple[float, ...] = ()
+    head_normalized_trace: tuple[float, ...] = ()
+    head_stable_rank: tuple[float, ...] = ()
+    head_effective_rank: tuple[float, ...] = ()
+    head_symmetric_energy: tuple[float, ...] = ()
+    head_skew_energy: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,6 +139,12 @@ class QKScores:
         """Names of the layers whose W_q and W_k no forward pass has proven to be read rightly."""
         return [layer.name for layer in self.layers if not layer.verified]
 
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of what was measured: symmetry, directionality and norm, and the spectral scores if asked for."""
+        spectral = any(layer.positivity is not None for layer in self.layers)
+        return (*METRICS, *SPECTRAL_METRICS) if spectral else METRICS
+
     def summary(self, stack: str | None = None) -> dict[str, dict[str, float]]:
         """
         Median and quartiles over layers, as the paper reports them.
@@ -122,8 +153,9 @@ class QKScores:
             stack (`str`, *optional*): Only the layers of this stack; all layers by default.
 
         Returns:
-            `dict[str, dict[str, float]]`: `"q25"`, `"median"` and `"q75"` of `"symmetry"`, `"directionality"` and
-            `"frobenius_norm"`. Layers whose value is NaN are left out; NaN if none remains.
+            `dict[str, dict[str, float]]`: `"q25"`, `"median"` and `"q75"` of `"symmetry"`, `"directionality"`,
+            `"frobenius_norm"` and whatever else was measured. Layers whose value is NaN are left out; NaN if none
+            remains.
 
         Raises:
             ValueError: if there is no such stack.
@@ -131,7 +163,9 @@ class QKScores:
         if stack is not None and stack not in self.stacks:
             raise ValueError(f"No stack named {stack!r}; there are {self.stacks}.")
         layers = [layer for layer in self.layers if stack is None or layer.stack == stack]
-        values = {metric: pd.Series([getattr(layer, metric) for layer in layers], dtype=float) for metric in METRICS}
+        values = {
+            metric: pd.Series([getattr(layer, metric) for layer in layers], dtype=float) for metric in self.metrics
+        }
         return {
             metric: {name: float(series.quantile(level)) for name, level in _QUANTILES.items()}
             for metric, series in values.items()
@@ -163,7 +197,7 @@ class QKScores:
                 add(f"{prefix}/{stack}", self.summary(stack))
         for layer in self.layers:
             root = f"{prefix}/{layer.stack}" if layer.stack else prefix
-            for metric in METRICS:
+            for metric in self.metrics:
                 name = f"{root}/{metric}/layer_{layer.index:02d}"
                 log[name] = getattr(layer, metric)
                 if heads:
@@ -179,22 +213,23 @@ class QKScores:
             heads (`bool`, *optional*, defaults to `False`): One row per head instead of one per layer.
 
         Returns:
-            `pandas.DataFrame`: Columns `stack`, `layer`, (`head`,) `symmetry`, `directionality`, `frobenius_norm`,
-            `kind`, `role`, `causal`, `num_heads`, `num_key_value_heads`, `head_dim`, `layout`, `verified`, `name`,
-            `key_source`; no rows per head if heads were not scored.
+            `pandas.DataFrame`: Columns `stack`, `layer`, (`head`,) `symmetry`, `directionality`, `frobenius_norm` (and
+            the spectral scores, where they were measured), `kind`, `role`, `causal`, `num_heads`,
+            `num_key_value_heads`, `head_dim`, `layout`, `verified`, `name`, `key_source`; no rows per head if heads
+            were not scored.
         """
         rows = []
         for layer in self.layers:
             about = {name: getattr(layer, name) for name in _ABOUT}
             place = {"stack": layer.stack, "layer": layer.index}
             if heads:
-                columns = [getattr(layer, f"head_{metric}") for metric in METRICS]
+                columns = [getattr(layer, f"head_{metric}") for metric in self.metrics]
                 rows += [
-                    {**place, "head": head, **dict(zip(METRICS, values, strict=True)), **about}
+                    {**place, "head": head, **dict(zip(self.metrics, values, strict=True)), **about}
                     for head, values in enumerate(zip(*columns, strict=True))
                 ]
             else:
-                rows.append({**place, **{metric: getattr(layer, metric) for metric in METRICS}, **about})
+                rows.append({**place, **{metric: getattr(layer, metric) for metric in self.metrics}, **about})
         return pd.DataFrame(rows)
 
     def to_dict(self) -> dict[str, Any]:
@@ -214,7 +249,10 @@ class QKScores:
     def from_dict(cls, values: Mapping[str, Any]) -> "QKScores":
         """Inverse of [`~QKScores.to_dict`]."""
         about = {name: value for name, value in values.items() if name not in ("layers", "skipped")}
-        layers = tuple(LayerScores(**_with_nan(layer)) for layer in values["layers"])
+        # In a file NaN and "not measured" look alike; ranks exist for every form that was measured and is finite.
+        spectral = any(layer.get("stable_rank") is not None for layer in values["layers"])
+        metrics = (*METRICS, *SPECTRAL_METRICS) if spectral else METRICS
+        layers = tuple(LayerScores(**_with_nan(layer, metrics)) for layer in values["layers"])
         return cls(layers=layers, skipped=tuple(values.get("skipped", ())), **about)
 
     @classmethod
@@ -237,7 +275,7 @@ class QKScores:
             raise ValueError(f"{os.fspath(path)!r} does not hold QKScores ({error}).") from error
 
     def __str__(self) -> str:
-        table = self.to_pandas()[["stack", "layer", *METRICS, "num_heads", "num_key_value_heads"]]
+        table = self.to_pandas()[["stack", "layer", *self.metrics, "num_heads", "num_key_value_heads"]]
         if self.unverified:
             table[""] = ["" if layer.verified else "unverified" for layer in self.layers]
         return table.to_string(index=False, float_format=lambda value: f"{value:.4f}")
@@ -257,10 +295,10 @@ def _without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _with_nan(layer: Mapping[str, Any]) -> dict[str, Any]:
+def _with_nan(layer: Mapping[str, Any], metrics: Sequence[str]) -> dict[str, Any]:
     restored = dict(layer)
     for entry in fields(LayerScores):
-        if entry.name in METRICS:
+        if entry.name in metrics:
             restored[entry.name] = math.nan if layer[entry.name] is None else layer[entry.name]
         elif entry.default == ():
             values = layer.get(entry.name, ())

@@ -5,22 +5,14 @@ Shape legend: `D` model width, `H` query heads, `G` key/value heads, `r = H / G`
 """
 
 import math
-import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-)
 
 from .attention import (
     AttentionKind,
@@ -39,8 +31,9 @@ from .attention import (
     warn_of_left_out,
 )
 from .bilinear import BilinearForm
+from .model_family import model_family, model_type
 from .null_band import form_nulls
-from .scores import METRICS, LayerScores, QKScores
+from .scores import METRICS, SPECTRAL_METRICS, LayerScores, QKScores
 
 
 __all__ = [
@@ -48,14 +41,12 @@ __all__ = [
     "head_forms",
     "join_gathering",
     "layer_form",
-    "model_family",
     "score_layers",
     "score_model",
     "undefined_layers",
 ]
 
 _PROBE_IT = "Or let `score_model(model, probe=True)` find W_q and W_k by running the model."
-_GENERATING = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 
 class NamedLayout(Protocol):
@@ -83,6 +74,8 @@ class ScorableLayer(PlacedLayer, Protocol):
 
 
 ErrorHandler = Callable[[ScorableLayer, Exception], None]
+
+_ERROR_ROW = len(METRICS)  # of what is measured of a layer
 
 
 def head_forms(w_q: Tensor, w_k: Tensor) -> BilinearForm:
@@ -129,6 +122,7 @@ def score_model(
     heads: bool = True,
     gamma: float = 2.0,
     null_band: bool = True,
+    spectral: bool = False,
     probe: bool = False,
     inputs: Mapping[str, Any] | None = None,
 ) -> QKScores:
@@ -155,6 +149,9 @@ def score_model(
             γ of the directionality score.
         null_band (`bool`, *optional*, defaults to `True`):
             Whether the range that independent Gaussian weights score in is given with each layer.
+        spectral (`bool`, *optional*, defaults to `False`):
+            Whether eigenvalues and singular values are scored too (see [`BilinearForm.spectral_scores`]). Heads are
+            quick; the layer form of multi-head attention takes two dense decompositions, minutes at a width of 4096.
         probe (`bool`, *optional*, defaults to `False`):
             Whether W_q and W_k of attention that the table does not know are found by running the model: once with
             `inputs`, then each unknown attention module on basis vectors, whose queries and keys are caught on their
@@ -195,7 +192,7 @@ def score_model(
     chosen = select_layers(found, layers=layers, attention=attention)
     whole = outermost_model(model)
     scores = QKScores(
-        score_layers(chosen, gamma=gamma, heads=heads, null_band=null_band),
+        score_layers(chosen, gamma=gamma, heads=heads, null_band=null_band, spectral=spectral),
         gamma,
         model_type(model),
         family=None if whole is None else model_family(whole.config),
@@ -224,37 +221,6 @@ def _survey(
     return [*survey.layers], survey.left_out
 
 
-def model_type(model: nn.Module) -> str | None:
-    """`config.model_type` of the outermost Transformers model in a module, `None` if there is none."""
-    whole = outermost_model(model)
-    return None if whole is None else whole.config.model_type
-
-
-def model_family(config: PreTrainedConfig) -> str | None:
-    """
-    Which way a model's attention looks, told from its config.
-
-    Args:
-        config (`PreTrainedConfig`): The config of a whole model.
-
-    Returns:
-        `str`: `"encoder"`, `"decoder"` or `"encoder-decoder"`; `None` for a model type that Transformers does not know
-        and whose architectures do not say.
-    """
-    if getattr(config, "is_encoder_decoder", False):
-        return "encoder-decoder"
-    if getattr(config, "is_decoder", False):
-        return "decoder"
-    kind = config.model_type
-    generates = any(kind in mapping for mapping in _GENERATING)
-    if kind in CONFIG_MAPPING:
-        return "decoder" if generates and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES else "encoder"
-    architectures = " ".join(config.architectures or ())
-    if re.search(r"CausalLM|LMHead|ForConditionalGeneration", architectures):
-        return "decoder"
-    return "encoder" if re.search(r"MaskedLM|ImageClassification|ForPreTraining", architectures) else None
-
-
 def undefined_layers(scores: QKScores) -> str | None:
     """The warning for layers whose scores are NaN, `None` if there are none."""
     names = ", ".join(scores.undefined)
@@ -267,6 +233,7 @@ def score_layers(
     gamma: float = 2.0,
     heads: bool = True,
     null_band: bool = False,
+    spectral: bool = False,
     on_error: ErrorHandler | None = None,
 ) -> tuple[LayerScores, ...]:
     """
@@ -283,6 +250,8 @@ def score_layers(
             Whether each head is scored too.
         null_band (`bool`, *optional*, defaults to `False`):
             Whether the range that independent Gaussian weights score in is given with each layer.
+        spectral (`bool`, *optional*, defaults to `False`):
+            Whether eigenvalues and singular values are scored too.
         on_error (`Callable[[layer, Exception], None]`, *optional*):
             Takes what goes wrong with one layer, which then scores NaN; the other layers stand. By default it is
             raised.
@@ -291,16 +260,17 @@ def score_layers(
         `tuple[LayerScores, ...]`
     """
     layers = list(layers)
-    measure = partial(_measure, gamma=gamma, heads=heads, null_band=null_band)
+    measure = partial(_measure, gamma=gamma, heads=heads, null_band=null_band, spectral=spectral)
     queued = [_guarded(layer, on_error, measure) for layer in layers]
     arrived = _to_host([values for values in queued if values is not None])
+    metrics = (*METRICS, *SPECTRAL_METRICS) if spectral else METRICS
     results = []
     for layer, values in zip(layers, queued, strict=True):
         columns = None if values is None else next(arrived)
-        if columns is not None and not layer.read_once and any(map(_is_doubtful, columns[-1][null_band:])):
+        if columns is not None and not layer.read_once and any(map(_is_doubtful, columns[_ERROR_ROW][null_band:])):
             again = _guarded(layer, on_error, partial(measure, careful=True))
             columns = None if again is None else next(_to_host([again]))
-        results.append(_layer_scores(layer, columns, null_band))
+        results.append(_layer_scores(layer, columns, null_band, metrics))
     return tuple(results)
 
 
@@ -331,10 +301,13 @@ def _guarded(layer: ScorableLayer, on_error: ErrorHandler | None, action: Callab
         return None
 
 
-def _measure(layer: ScorableLayer, gamma: float, heads: bool, null_band: bool, careful: bool = False) -> Tensor:
+def _measure(
+    layer: ScorableLayer, gamma: float, heads: bool, null_band: bool, spectral: bool, careful: bool = False
+) -> Tensor:
     """
-    Symmetry, directionality, norm and rounding error (rows) of the layer form and of each head form (columns). With
-    null bands, a first column holds low and high of symmetry and of directionality.
+    Symmetry, directionality, norm, rounding error and spectral scores if asked for (rows) of the layer form and of
+    each head form (columns). With null bands, a first column begins with low and high of symmetry and of
+    directionality.
     """
     with layer.query_key_weights() as (w_q, w_k):
         whole = layer_form(w_q, w_k)
@@ -343,8 +316,13 @@ def _measure(layer: ScorableLayer, gamma: float, heads: bool, null_band: bool, c
         # are gathered all ranks have to gather alike, and reading again costs more than waiting for the device.
         careful = careful or layer.read_once
         columns = [torch.stack([x.flatten() for x in form.scores(gamma, careful)]) for form in forms]
+        if spectral:
+            spectra = [torch.stack([x.flatten() for x in form.spectral_scores()]) for form in forms]
+            columns = [torch.cat([one, other.to(one)]) for one, other in zip(columns, spectra, strict=True)]
         if null_band:
-            columns.insert(0, form_nulls(whole, gamma).to(columns[0])[:, None])
+            edges = columns[0].new_zeros(len(columns[0]), 1)
+            edges[: _ERROR_ROW + 1, 0] = form_nulls(whole, gamma)
+            columns.insert(0, edges)
         return torch.cat(columns, dim=1)
 
 
@@ -365,15 +343,17 @@ def _is_doubtful(relative_error: float) -> bool:
     return not relative_error <= BilinearForm.max_relative_error  # NaN is doubtful too
 
 
-def _layer_scores(layer: ScorableLayer, columns: list[list[float]] | None, null_band: bool) -> LayerScores:
-    measured: dict[str, Any] = dict.fromkeys(METRICS, math.nan)
+def _layer_scores(
+    layer: ScorableLayer, columns: list[list[float]] | None, null_band: bool, metrics: Sequence[str]
+) -> LayerScores:
+    measured: dict[str, Any] = dict.fromkeys(metrics, math.nan)
     if columns is not None:
         if null_band:
             edges = [row.pop(0) for row in columns]
-            bands = {"symmetry_null": tuple(edges[:2]), "directionality_null": tuple(edges[2:])}
+            bands = {"symmetry_null": tuple(edges[:2]), "directionality_null": tuple(edges[2:4])}
             # There is no band where there is no score.
             measured |= {name: band for name, band in bands.items() if not any(map(math.isnan, band))}
-        for metric, values in zip(METRICS, columns[:-1], strict=True):
+        for metric, values in zip(metrics, columns[:_ERROR_ROW] + columns[_ERROR_ROW + 1 :], strict=True):
             measured |= {metric: values[0], f"head_{metric}": tuple(values[1:])}
     return LayerScores(
         name=layer.name,

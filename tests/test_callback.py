@@ -85,6 +85,21 @@ def test_options_reach_the_scores(tmp_path):
     assert not any(other.startswith(f"{key}/") for key in row for other in row), "no key is the folder of another"
 
 
+def test_spectral_scores_are_logged_and_kept(tmp_path, capsys):
+    """In the log and the history file, on the console their medians alone."""
+    callback = QKScoreCallback(spectral=True)
+    trainer = tiny_trainer(tmp_path, [callback], max_steps=2)
+    trainer.train()
+    expected = score_model(trainer.model, spectral=True, heads=False, null_band=False)
+    assert callback.scores == expected
+    row = scored_rows(trainer)[2]
+    assert {key: value for key, value in row.items() if key.startswith("qk/")} == expected.to_log()
+    history = read_history(tmp_path)
+    assert list(history[history.step == 2].effective_rank) == [layer.effective_rank for layer in expected.layers]
+    printed = capsys.readouterr().out
+    assert "qk/positivity/median" in printed and "qk/positivity/layer_00" not in printed
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -6,8 +6,9 @@ import warnings
 import torch
 
 from ..attention import AttentionKind, LayerChoice, describe_unverified, select_layers
+from ..model_family import model_family
 from ..scores import QKScores
-from ..scoring import model_family, score_layers, undefined_layers
+from ..scoring import score_layers, undefined_layers
 from .finding import find_checkpoint_layers
 
 
@@ -25,6 +26,7 @@ def score_checkpoint(
     heads: bool = True,
     gamma: float = 2.0,
     null_band: bool = True,
+    spectral: bool = False,
     dtype: torch.dtype | None = None,
 ) -> QKScores:
     """
@@ -59,6 +61,8 @@ def score_checkpoint(
             γ of the directionality score.
         null_band (`bool`, *optional*, defaults to `True`):
             Whether the range that independent Gaussian weights score in is given with each layer.
+        spectral (`bool`, *optional*, defaults to `False`):
+            Whether eigenvalues and singular values are scored too (see [`score_model`]).
         dtype (`torch.dtype`, *optional*):
             What weights are converted to before they are scored; by default they are scored as they are stored (sums
             are accumulated in fp32 or fp64 in any case).
@@ -94,7 +98,7 @@ def score_checkpoint(
     survey = find_checkpoint_layers(path_or_repo_id, revision=revision, subfolder=subfolder, token=token, dtype=dtype)
     chosen = select_layers(survey.layers, layers=layers, attention=attention)
     with survey.reader.reading([layer.needs for layer in chosen]):
-        scored = score_layers(chosen, gamma=gamma, heads=heads, null_band=null_band)
+        scored = score_layers(chosen, gamma=gamma, heads=heads, null_band=null_band, spectral=spectral)
     scores = QKScores(
         scored,
         gamma,

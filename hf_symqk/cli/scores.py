@@ -48,6 +48,9 @@ def scores(
     gamma: Annotated[
         float, typer.Option(metavar="NUMBER", help="Row norms count beyond mean + gamma * std (directionality).")
     ] = 2.0,
+    spectral: Annotated[
+        bool, typer.Option("--spectral", help="Score eigenvalues and singular values too (slow for wide layers).")
+    ] = False,
     revision: RevisionOption = None,
     revisions: Annotated[
         str | None,
@@ -123,6 +126,7 @@ def scores(
                     heads=heads,
                     gamma=gamma,
                     null_band=null_band,
+                    spectral=spectral,
                 )
             scored.append((target, measured))
         except Exception as error:

@@ -17,6 +17,13 @@ __all__ = ["history_table", "model_report", "models_report", "models_table", "ru
 Scored = Sequence[tuple[Target, QKScores]]
 
 _SCORES = ("symmetry", "directionality")
+# Of the spectral scores, those that mean the same whatever the scale; data has them all.
+_SPECTRUM = {
+    "positivity": "positivity",
+    "normalized_trace": "trace",
+    "stable_rank": "stable\nrank",
+    "effective_rank": "effective\nrank",
+}
 _QUANTILES = ("q25", "median", "q75")
 _SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
@@ -40,6 +47,7 @@ def model_report(scores: QKScores, *, heads: bool) -> Report:
             bands = [getattr(layer, f"{metric}_null") for layer in scores.layers]
             columns.append(Column(f"{metric}\nnull 95 %", bands, _score))
     columns.append(Column("norm", data["frobenius_norm"].tolist(), _norm))
+    columns += _spectral_columns(data)
     if not heads:
         columns += _head_columns(data)
     columns += _marks(data)
@@ -64,6 +72,7 @@ def models_report(scored: Scored, *, heads: bool) -> Report:
             *_place_columns(data),
             *(Column(metric, data[metric].tolist(), _score) for metric in _SCORES),
             Column("norm", data["frobenius_norm"].tolist(), _norm),
+            *_spectral_columns(data),
             *_marks(data),
         ]
     else:
@@ -76,6 +85,7 @@ def models_report(scored: Scored, *, heads: bool) -> Report:
             Column("parameters", _blanks(data["parameters"]), _count),
             Column("layers", data["layers"].tolist(), _whole),
             *_quantile_columns(data),
+            *_spectral_columns(data, "_median"),
             *([Column("unverified", [len(s.unverified) or None for _, s in scored], _whole)] if unverified else []),
             *([Column("skipped", [len(scores.skipped) or None for _, scores in scored], _whole)] if skipped else []),
         ]
@@ -103,6 +113,7 @@ def run_report(scored: Scored, *, heads: bool) -> Report:
             *_place_columns(data),
             *(Column(metric, data[metric].tolist(), _score) for metric in _SCORES),
             Column("norm", data["frobenius_norm"].tolist(), _norm),
+            *_spectral_columns(data),
         ]
     else:
         data = pd.DataFrame(
@@ -115,6 +126,7 @@ def run_report(scored: Scored, *, heads: bool) -> Report:
             *([Column("stack", data["stack"].tolist())] if data["stack"].any() else []),
             *_quantile_columns(data),
             Column("norm", data["frobenius_norm_median"].tolist(), _norm),
+            *_spectral_columns(data, "_median"),
         ]
     # Every checkpoint of a run is built alike, so what was left out of one is said once.
     lines = dict.fromkeys(line for _, scores in scored for line in _skipped(scores))
@@ -160,7 +172,8 @@ def history_table(scored: Scored, *, heads: bool = False) -> pd.DataFrame:
     parts = []
     for target, scores in scored:
         tables = [scores.to_pandas(), *([scores.to_pandas(heads=True)] if heads else [])]
-        parts += [table.assign(step=target.step).reindex(columns=list(COLUMNS)) for table in tables]
+        columns = [*COLUMNS, *scores.metrics[len(METRICS) :]]
+        parts += [table.assign(step=target.step).reindex(columns=columns) for table in tables]
     return pd.concat([part.astype({"head": "Int64"}) for part in parts], ignore_index=True)
 
 
@@ -234,11 +247,20 @@ def _quantile_columns(data: pd.DataFrame) -> list[Column]:
     return columns
 
 
+def _spectral_columns(data: pd.DataFrame, suffix: str = "") -> list[Column]:
+    """Spectral scores, where they were measured; medians with the suffix `_median`."""
+    return [
+        Column(title, data[name + suffix].tolist(), _score)
+        for name, title in _SPECTRUM.items()
+        if name + suffix in data
+    ]
+
+
 def _summary(scores: QKScores, stack: str | None) -> dict[str, Any]:
     summary = scores.summary(stack)
     # As in the summary, a layer that is not finite does not count; `_skipped` names it.
     layers = sum(stack in (None, layer.stack) and not math.isnan(layer.frobenius_norm) for layer in scores.layers)
-    quantiles = {f"{metric}_{name}": summary[metric][name] for metric in METRICS for name in _QUANTILES}
+    quantiles = {f"{metric}_{name}": summary[metric][name] for metric in scores.metrics for name in _QUANTILES}
     return {"layers": layers, **quantiles}
 
 

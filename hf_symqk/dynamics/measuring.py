@@ -19,7 +19,7 @@ from ..attention import AttentionKind, AttentionLayer, LayerChoice, find_attenti
 from ..attention.tapping import TappedLogits, Taps, tap_logits
 from ..attention.tensors import is_sharded
 from ..attention.untouched import left_as_it_was
-from ..scoring import model_type
+from ..model_family import model_type
 from .aligning import AlignedLogits, Relation, align_logits, projections_of
 from .outer_sums import OuterSum, Room
 from .updates import LayerUpdate, QKUpdates, TermWeights

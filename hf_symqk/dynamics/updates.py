@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..bilinear import BilinearForm, directionality_score, symmetry_score
+from ..bilinear import BilinearForm
+from ..dense import directionality_score, symmetry_score
 from ..scores import METRICS, LayerScores, QKScores
 from .aligning import Relation
 from .outer_sums import OuterSum

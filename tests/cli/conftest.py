@@ -34,6 +34,13 @@ def layer(index: int, *, stack: str = "", symmetry: float = 0.5, key_heads: int 
 
 
 BAND = {"symmetry_null": (-0.0123, 0.0234), "directionality_null": (-0.2, 0.3)}
+SPECTRAL = {
+    **{"positivity": 0.75, "normalized_trace": 0.25, "stable_rank": 3.5, "effective_rank": 6.25},
+    **{"symmetric_energy": 90.0, "skew_energy": 10.0},
+    "head_positivity": (0.5, 0.6, 0.7, 0.8),
+    **{f"head_{name}": (1.0, 2.0, 3.0, 4.0) for name in ("normalized_trace", "stable_rank", "effective_rank")},
+    **{f"head_{name}": (1.0, 2.0, 3.0, 4.0) for name in ("symmetric_energy", "skew_energy")},
+}
 SKIPPED = "encoder.0.mixer: FooAttention (model type 'foo') with in_proj"
 
 MODELS = {
@@ -43,6 +50,7 @@ MODELS = {
     ),
     "banded": QKScores((layer(0, **BAND), layer(1, symmetry=math.nan))),
     "unverified": QKScores((layer(0), layer(1, verified=False), layer(2, verified=False)), model_type="own"),
+    "spectral": QKScores((layer(0, **SPECTRAL), layer(1, **{**SPECTRAL, "positivity": math.nan}))),
     "grouped": QKScores((layer(0, key_heads=2),), model_type="llama", family="decoder", num_parameters=1_100_000_000),
     "stacks": QKScores(
         (layer(0, stack="encoder"), layer(0, stack="decoder", symmetry=0.125), layer(1, stack="decoder")),

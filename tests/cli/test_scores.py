@@ -123,6 +123,24 @@ def test_heads(symqk, asked):
     assert [options["heads"] for _, options in asked] == [True, True, True, False]
 
 
+def test_spectral_scores_have_columns_where_they_were_measured(symqk, tmp_path):
+    """Those without a scale in every table, all of them in CSV."""
+    heading = ["positivity", "trace", "stable rank", "effective rank"]
+    _, out, _ = symqk("scores", "spectral", "--spectral")
+    first, layer = lines(out)[:2]
+    assert first[-5:-1] == heading
+    assert layer[-5:-1] == ["0.750", "0.250", "3.500", "6.250"]
+    _, out, _ = symqk("scores", "spectral", "--spectral", "--heads")
+    assert lines(out)[0][-4:] == heading
+    assert lines(out)[1][-4:] == ["0.500", "1.000", "1.000", "1.000"]
+    _, out, _ = symqk("scores", "spectral", "spectral", "--spectral")
+    assert lines(out)[1][-4:] == ["0.750", "0.250", "3.500", "6.250"]
+    _, out, _ = symqk("scores", "spectral", "--spectral", "--csv")
+    assert list(pd.read_csv(io.StringIO(out))["skew_energy"]) == [10.0, 10.0]
+    _, out, _ = symqk("scores", "plain")
+    assert "positivity" not in out
+
+
 def test_several_models(symqk):
     """A row a model, blank where something is not known; what was skipped is counted and named."""
     status, out, err = symqk("scores", "plain", "stacks")
@@ -281,6 +299,7 @@ def test_options_reach_the_scoring(symqk, asked, monkeypatch):
         "--subfolder",
         "inner",
         "--heads",
+        "--spectral",
     ]
     symqk("scores", "plain", *words)
     monkeypatch.setenv("HF_TOKEN", "")
@@ -295,10 +314,12 @@ def test_options_reach_the_scoring(symqk, asked, monkeypatch):
             "subfolder": "inner",
             "heads": True,
             "null_band": True,
+            "spectral": True,
             "token": "from-environment",
         },
     )
     assert asked[1][1]["token"] is None
+    assert asked[1][1]["spectral"] is False
 
 
 def test_null_bands_are_computed_where_they_are_shown(symqk, asked):
