@@ -183,9 +183,7 @@ def test_a_broken_layer_does_not_stop_the_others(llama):
 
 def test_values_are_those_of_transformer_lens():
     """Its factored matrix holds the same factors, and decomposes them its own way."""
-    lens = pytest.importorskip(
-        "transformer_lens", reason="TransformerLens is installed by hand (benchmarks/README.md)"
-    )
+    lens = pytest.importorskip("transformer_lens", reason="TransformerLens is installed by hand (benchmarks/README.md)")
     left, right = draw(3, 64, 8), draw(3, 64, 8, seed=1)
     theirs, ours = lens.FactoredMatrix(left, right.mT), BilinearForm(left, right)
     torch.testing.assert_close(ours.singular_values(), theirs.S, rtol=1e-9, atol=1e-9)
