@@ -187,11 +187,24 @@ class QKUpdates:
         """
         return QKScores(tuple(layer.scores(gamma) for layer in self.layers), gamma, self.model_type)
 
+    def to_log(self, prefix: str = "qk", heads: bool = False) -> dict[str, float]:
+        """
+        Flat names and values for a logger, beside those of [`QKScores.to_log`]: `qk/update_symmetry/median`,
+        `qk/encoder/update_symmetry/layer_00`.
+
+        Args:
+            prefix (`str`, *optional*, defaults to `"qk"`): First part of each name.
+            heads (`bool`, *optional*, defaults to `False`): Adds each head, where heads were kept.
+
+        Returns:
+            `dict[str, float]`: Python floats.
+        """
+        return log_of_updates(self.scores(), prefix, heads)
+
 
 def log_of_updates(scores: QKScores, prefix: str, heads: bool) -> dict[str, float]:
     """
-    Flat names and values for a logger, beside those of [`QKScores.to_log`]: `qk/update_symmetry/median`,
-    `qk/encoder/update_symmetry/layer_00`.
+    [`QKUpdates.to_log`] of scores that are there already.
 
     Args:
         scores ([`QKScores`]): Scores of updates.

@@ -290,6 +290,33 @@ def test_it_is_the_gradient_of_a_matrix_that_is_added_to_w_qk(name, auto_class, 
         assert layer.head_forms.rank <= max(batch["labels"].numel(), D), "as many terms as tokens, or channels"
 
 
+@pytest.mark.parametrize(
+    ("name", "relation"),
+    [
+        ("deberta_v2", "direct"),  # products with projected positions reach the softmax too
+        ("xlnet", "other"),  # weights that an einsum multiplies by, tokens before sequences
+        ("deepseek_v3", "other"),  # latent queries and keys
+        ("qwen3", "other"),
+        ("codegen", "rotated"),
+        ("falcon_one_key_head", "direct"),
+        ("mpt", "direct"),
+    ],
+)
+def test_what_stands_in_between_is_said(name, relation):
+    """
+    And whichever way queries and keys are laid down, β sums to 0 over the context of each prediction, as a softmax
+    makes it, while it does not over the predictions of a context: rows and columns are not mixed up.
+    """
+    architecture = BY_NAME[name]
+    model = architecture.build().double()
+    updates = qk_updates(model, architecture.inputs(architecture), loss=lambda o, b: o.last_hidden_state.sin().sum())
+    for layer in updates.layers:
+        assert layer.relation == relation
+        assert layer.weights.as_context.shape == (layer.num_heads, 2, 7)
+        form = layer.extended_head_forms.to_dense()
+        assert form[..., -1].norm() < EXACT * form[:, -1].norm()
+
+
 class OtherAttention(nn.Module):
     """PyTorch's own attention, whose weights are no linear layer's, by the routes that it takes."""
 

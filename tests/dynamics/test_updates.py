@@ -76,6 +76,8 @@ def test_scores_are_those_of_the_matrices(gpt2):
             assert found.head_symmetry == pytest.approx(symmetry_score(heads).tolist(), abs=1e-9)
             assert found.head_directionality == pytest.approx(directionality_score(heads, 1.0).tolist(), abs=1e-9)
             assert (found.name, found.causal, found.role) == (layer.name, True, "decoder")
+        log = updates.to_log("w", heads=True)
+        assert log["w/update_symmetry/layer_01_head_02"] == updates.scores().layers[1].head_symmetry[2]
 
 
 def test_layers_without_heads(gpt2):
