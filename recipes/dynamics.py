@@ -1,6 +1,6 @@
 """What masked and next-token training ask of W_qk, on the built-in text: symmetry and directionality of the updates.
 
-    python recipes/dynamics.py                # offline: about two minutes on one core
+    python recipes/dynamics.py                # offline: three minutes on one core
     python recipes/dynamics.py --steps 1000
 
 One small pre-norm rotary model is trained three times from the same weights, on the same blocks in the same order. Two
