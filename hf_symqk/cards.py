@@ -13,6 +13,8 @@ import pandas as pd
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers.modelcard import TASK_MAPPING
 
+from ._held_out import held_out_results
+
 
 __all__ = ["CARD", "RECORD", "SCORES_FIGURE", "SCORES_TABLE", "write_model_card"]
 
@@ -21,8 +23,6 @@ RECORD = "run.json"
 SCORES_TABLE = "qk_scores_first_last.csv"
 SCORES_FIGURE = "qk_scores.png"
 
-# What a run measures besides how good the model is.
-_NO_RESULTS = ("runtime", "per_second", "entropy", "tokens", "samples")
 _DATASETS = ("dataset_name", "task_name")
 _HASHES = {"weights": "the initial weights without Q, K and V", "batches": "the training batches"}
 
@@ -65,7 +65,9 @@ def write_model_card(
     record = _read_record(folder / RECORD)
     arguments = record.get("arguments", {})
     name = model_name or arguments.get("hub_model_id") or folder.resolve().name
-    results = _results(record.get("metrics", {}))
+    results = {
+        name: value for name, value in held_out_results(record.get("metrics", {})).items() if math.isfinite(value)
+    }
     task = _task(record["model"]["class"])
     dataset = next((str(arguments[key]) for key in _DATASETS if arguments.get(key)), None)
     data = ModelCardData(
@@ -128,15 +130,6 @@ def _read_record(path: Path) -> dict[str, Any]:
     if missing:
         raise ValueError(f"{str(path)!r} is no record of a run: it lacks {', '.join(missing) or 'everything'}.")
     return record
-
-
-def _results(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """How good the model is on held-out data, without the prefix `eval_`."""
-    return {
-        name.removeprefix("eval_"): float(value)
-        for name, value in metrics.items()
-        if name.startswith("eval_") and not name.endswith(_NO_RESULTS) and math.isfinite(value)
-    }
 
 
 def _task(model_class: str) -> str | None:

@@ -7,7 +7,7 @@ example takes the last two for the key of its masks; the next token depends on t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import datasets
@@ -18,7 +18,15 @@ from packing import Packer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
-__all__ = ["IGNORED", "BlockDataset", "BlockStream", "EpochCallback", "next_token_example"]
+__all__ = [
+    "IGNORED",
+    "BlockDataset",
+    "BlockSampler",
+    "BlockStream",
+    "EpochCallback",
+    "next_token_example",
+    "without_fillers",
+]
 
 IGNORED = -100  # label of what the losses leave out
 MakeExample = Callable[[Sequence[int], int, int], dict[str, torch.Tensor]]
@@ -56,7 +64,8 @@ class BlockDataset(torch.utils.data.Dataset):
         make_example (`Callable`):
             Makes an example of a block, the epoch and the block's place in the data.
 
-    The epoch lies in shared memory: workers that live on from epoch to epoch see it change.
+    The epoch lies in shared memory: workers that live on from epoch to epoch see it change. A place beyond the last
+    block is a filler: one token over and over, of which nothing is predicted.
     """
 
     def __init__(self, blocks: datasets.Dataset, make_example: MakeExample) -> None:
@@ -90,9 +99,84 @@ class BlockDataset(torch.utils.data.Dataset):
         Returns:
             `list[dict]`: as `make_example` returns them.
         """
-        rows = self.blocks[list(indices)]["input_ids"]
+        rows = self.blocks[[index % len(self) for index in indices]]["input_ids"]
         epoch = self.epoch
-        return [self.make_example(row, epoch, int(index)) for row, index in zip(rows, indices, strict=True)]
+        return [
+            self.make_example(row, epoch, int(index)) if index < len(self) else _filler(row)
+            for row, index in zip(rows, indices, strict=True)
+        ]
+
+
+def _filler(input_ids: Sequence[int]) -> dict[str, torch.Tensor]:
+    ids = torch.full((len(input_ids),), int(input_ids[0]), dtype=torch.int64)
+    return {"input_ids": ids, "labels": torch.full_like(ids, IGNORED)}
+
+
+def without_fillers(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """
+    Leaves out of a batch the rows that a [`BlockDataset`] was asked for beyond its last block.
+
+    Args:
+        batch (mapping of `str` to `torch.Tensor`):
+            `input_ids` and `labels`, each of shape `(B, N)`, and whatever else has `B` rows.
+
+    Returns:
+        `dict`: the same without those rows.
+    """
+    ids, labels = batch["input_ids"], batch["labels"]
+    real = (labels != IGNORED).any(dim=1) | (ids != ids[:, :1]).any(dim=1)
+    return {name: tensor[real] for name, tensor in batch.items()}
+
+
+class BlockSampler(torch.utils.data.Sampler[int]):
+    """
+    Yields the places of a [`BlockDataset`] in the order that `Trainer` and accelerate draw from seed and epoch for any
+    data, and behind it the fillers that the last step of an epoch takes. Accelerate would fill the share of each
+    process with blocks from the start of the epoch, which then count twice in that step.
+
+    Args:
+        data (`BlockDataset`):
+            The training data, which knows the epoch.
+        seed (`int`):
+            Seed of the order.
+        multiple (`int`):
+            What the number of places is a multiple of: the blocks of one step, or 1 where none are to be filled up.
+        drop_last (`int`, *optional*, defaults to 1):
+            The blocks that are left over of a multiple of this are not read in the epoch.
+        shuffle (`bool`, *optional*, defaults to `True`):
+            Whether the order is drawn, or that of the text.
+
+    Example:
+
+    ```python
+    >>> data = BlockDataset(datasets.Dataset.from_dict({"input_ids": [[1, 2]] * 5}), next_token_example)
+    >>> list(BlockSampler(data, seed=0, multiple=4, shuffle=False))
+    [0, 1, 2, 3, 4, 5, 6, 7]
+    >>> sorted(BlockSampler(data, seed=0, multiple=1))
+    [0, 1, 2, 3, 4]
+
+    ```
+    """
+
+    def __init__(self, data: BlockDataset, seed: int, multiple: int, drop_last: int = 1, shuffle: bool = True) -> None:
+        self.data = data
+        self.seed = seed
+        self.count = len(data) // drop_last * drop_last
+        self.length = -(-self.count // multiple) * multiple
+        self.shuffle = shuffle
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.arange(len(self.data))
+        if self.shuffle:
+            # As accelerate's SeedableRandomSampler draws it.
+            order = torch.randperm(
+                len(self.data), generator=torch.Generator().manual_seed(self.seed + self.data.epoch)
+            )
+        yield from order[: self.count].tolist()
+        yield from range(len(self.data), len(self.data) + self.length - self.count)
 
 
 class BlockStream(torch.utils.data.IterableDataset):

@@ -47,6 +47,7 @@ from transformers import (
 )
 
 import hf_symqk
+from hf_symqk._held_out import held_out_results
 
 
 __all__ = ["DEFAULTS", "FinetuneModelArguments", "main"]
@@ -245,9 +246,9 @@ def _tokenized(rows: datasets.Dataset, encoder: SequenceEncoder, arguments: Sequ
 
 
 def _summary(metrics: Mapping[str, float], classes: Sequence[str] | None) -> str:
-    left_out = ("loss", "examples", "runtime", "per_second", "time", "majority_accuracy", "variance")
-    names = [name for name in metrics if name.startswith("eval_") and not name.endswith(left_out)]
-    scores = ", ".join(f"{name.removeprefix('eval_')} {metrics[name]:.3f}" for name in names)
+    results = held_out_results(metrics)
+    loss = results.pop("loss")
+    scores = ", ".join(f"{name} {value:.3f}" for name, value in results.items())
     unit = "squared error" if classes is None else "nats"
     always = (
         f"variance of the labels {metrics['eval_variance']:.3f}"
@@ -255,7 +256,7 @@ def _summary(metrics: Mapping[str, float], classes: Sequence[str] | None) -> str
         else f"the most frequent class is {metrics['eval_majority_accuracy']:.1%} of them"
     )
     return (
-        f"held-out loss {metrics['eval_loss']:.3f} ({unit} an example), {scores} of {int(metrics['eval_examples']):,} "
+        f"held-out loss {loss:.3f} ({unit} an example), {scores} of {int(metrics['eval_examples']):,} "
         f"examples; {always}"
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,11 @@ class BatchFingerprint(TrainerCallback, ExportableState):
         """
         if step != self._last_step:
             self._last_step, self._steps = step, self._steps + 1
-        rows = {name: _bytes(tensor.reshape(len(tensor), -1)) for name, tensor in sorted(batch.items())}
+        # Without -1, which a batch of no rows leaves open.
+        rows = {
+            name: _bytes(tensor.reshape(len(tensor), math.prod(tensor.shape[1:])))
+            for name, tensor in sorted(batch.items())
+        }
         head = "".join(f"{name} {batch[name].dtype} {tuple(batch[name].shape[1:])};" for name in rows)
         number = len(next(iter(rows.values())))
         for index in range(number):
@@ -196,8 +201,21 @@ class FingerprintedTrainer(CheckpointLoadingTrainer):
         loss = super().training_step(model, inputs, num_items_in_batch)
         for event in copied:
             event.synchronize()
-        self.batch_fingerprint.add(copies, self.state.global_step)
+        self.batch_fingerprint.add(self.fingerprinted(copies), self.state.global_step)
         return loss
+
+    def fingerprinted(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """
+        The rows of a batch that the fingerprint is of; all of them, unless a subclass knows better.
+
+        Args:
+            batch (`dict`):
+                What the model was trained on, on the CPU; each tensor of shape `(B, …)`.
+
+        Returns:
+            `dict`: the same tensors, or some of their rows.
+        """
+        return batch
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """

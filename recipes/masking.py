@@ -45,8 +45,12 @@ class TokenMasker:
         if tokenizer.mask_token_id is None:
             raise RecipeError(f"the tokenizer {tokenizer.name_or_path!r} has no mask token: choose an encoder's.")
         self.mask_token_id = int(tokenizer.mask_token_id)
-        self.special_ids = np.unique(np.asarray(tokenizer.all_special_ids, dtype=np.int64))
         self.vocab_size = len(tokenizer)
+        # Looked up by token, which takes a tenth of the time of `np.isin`.
+        self._ordinary = np.ones(
+            max(self.vocab_size, *(number + 1 for number in tokenizer.all_special_ids)), dtype=bool
+        )
+        self._ordinary[list(tokenizer.all_special_ids)] = False
         self.probability = probability
         self.seed = seed
 
@@ -72,9 +76,9 @@ class TokenMasker:
         chosen = generator.random(original.shape) < self.probability
         fate = generator.random(original.shape)
         random_ids = generator.integers(self.vocab_size, size=original.shape)
-        chosen &= ~np.isin(original, self.special_ids)
-        masked = np.where(chosen & (fate < 0.8), self.mask_token_id, original)
-        masked = np.where(chosen & (fate >= 0.9), random_ids, masked)
+        chosen &= self._ordinary[original]
+        masked = np.where(fate < 0.8, self.mask_token_id, np.where(fate < 0.9, original, random_ids))
+        masked = np.where(chosen, masked, original)
         labels = np.where(chosen, original, IGNORED)
         # No attention mask: packed sequences have no padding, and without a mask attention takes its fastest kernel.
         return {"input_ids": torch.from_numpy(masked), "labels": torch.from_numpy(labels)}

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from arguments import RecipeError, check_one_gpu
-from examples import IGNORED
+from examples import IGNORED, BlockDataset, BlockSampler, without_fillers
 from fingerprints import FingerprintedTrainer
 from torch.nn import functional
 from torch.utils.data import DataLoader
+from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 
@@ -83,20 +84,42 @@ class TokenMeanLoss:
         return total / count.clamp(min=1)
 
 
+def _sampler(data: BlockDataset, arguments: TrainingArguments) -> BlockSampler:
+    strategy = arguments.train_sampling_strategy
+    if strategy not in ("random", "sequential"):
+        raise RecipeError(
+            f"train_sampling_strategy={strategy!r}: blocks are of one length; choose 'random' or 'sequential'."
+        )
+    at_once = arguments.train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps
+    dropped = at_once if arguments.dataloader_drop_last else 1
+    # One process takes a smaller last batch as it is.
+    multiple = at_once if arguments.world_size > 1 else 1
+    seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
+    sampler = BlockSampler(data, seed, multiple, dropped, strategy == "random")
+    if len(sampler) == 0:
+        raise RecipeError(
+            f"dataloader_drop_last leaves nothing: {len(data)} training sequences are fewer than the {at_once} of one "
+            "step."
+        )
+    return sampler
+
+
 class TokenWeightedTrainer(FingerprintedTrainer):
     """
     `Trainer` with the losses of this module; takes the arguments of `Trainer` by keyword, but `compute_loss_func`.
 
     `Trainer` averages the losses of held-out batches, so that its `eval_loss` varies with batch size and number of
     processes. Here it is the sum over all predicted tokens divided by their number; sequences that fill up the last
-    batch of several processes count once.
+    batch of several processes count once. So they do in training: the last step of an epoch over a [`BlockDataset`]
+    takes what is left.
 
     Args:
         offset (`int`, *optional*, defaults to 0):
             See [`TokenMeanLoss`].
 
     Raises:
-        RecipeError: if one process holds several GPUs (`DataParallel`).
+        RecipeError: if one process holds several GPUs (`DataParallel`), for an order that blocks of one length have
+            no use for, or if `dataloader_drop_last` leaves nothing.
     """
 
     def __init__(self, *, offset: int = 0, **kwargs: Any) -> None:
@@ -106,6 +129,25 @@ class TokenWeightedTrainer(FingerprintedTrainer):
         super().__init__(compute_loss_func=loss, **kwargs)
         self.offset = offset
         self._reset_sums()
+        self._places = (
+            _sampler(self.train_dataset, self.args) if isinstance(self.train_dataset, BlockDataset) else None
+        )
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler | None:
+        return self._places if self._places is not None else super()._get_train_sampler(train_dataset)
+
+    def fingerprinted(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """
+        The rows of a batch that the fingerprint is of.
+
+        Args:
+            batch (`dict`):
+                `input_ids` and `labels`, each `(B, N)`.
+
+        Returns:
+            `dict`: those that do not fill up a step.
+        """
+        return without_fillers(batch)
 
     def _reset_sums(self) -> None:
         self._held_out_nats = 0.0

@@ -51,6 +51,7 @@ class Request:
     headers: dict[str, str]
     status: int = 0
     sent: int = 0  # bytes of the body
+    body: bytes = b""  # what came in
 
     @property
     def range(self) -> str | None:
@@ -299,7 +300,11 @@ class _Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length") or 0)
         self.body = self.rfile.read(length)
         self.request_log = Request(
-            self.name, self.command, self.path, {key.lower(): value for key, value in self.headers.items()}
+            self.name,
+            self.command,
+            self.path,
+            {key.lower(): value for key, value in self.headers.items()},
+            body=self.body,
         )
         self.fault = self.server.hub._take_fault(self.request_log)
         time.sleep(self.fault.delay)

@@ -97,7 +97,8 @@ def test_spectral_scores_are_logged_and_kept(tmp_path, capsys):
     history = read_history(tmp_path)
     assert list(history[history.step == 2].effective_rank) == [layer.effective_rank for layer in expected.layers]
     printed = capsys.readouterr().out
-    assert "qk/positivity/median" in printed and "qk/positivity/layer_00" not in printed
+    assert "qk/positivity/median" in printed
+    assert "qk/positivity/layer_00" not in printed
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hub_server import HubServer, hub
 from huggingface_hub import ModelCard
+from huggingface_hub.repocard_data import model_index_to_eval_results
 
 from hf_symqk.cards import CARD, RECORD, SCORES_FIGURE, SCORES_TABLE, write_model_card
 
+
+__all__ = ["hub"]
 
 FINISHED: dict[str, Any] = {
     "recipe": "mlm",
@@ -144,3 +148,47 @@ def test_own_template(run: Path, tmp_path: Path) -> None:
     template = tmp_path / "template.md"
     template.write_text("---\n{{ card_data }}\n---\n{{ title }} by {{ command }}")
     assert write_model_card(run, template=template, model_name="org/name").text.startswith("org/name by accelerate")
+
+
+def test_only_measures_of_the_model_are_results(run: Path) -> None:
+    """How many examples there are and what the most frequent class reaches are facts about the data."""
+    measured = {"eval_loss": 0.2, "eval_accuracy": 0.9, "eval_examples": 359, "eval_majority_accuracy": 0.1}
+    change(run, metrics={**measured, "eval_variance": 1.0, "eval_runtime": 1.0})
+    card = write_model_card(run)
+    assert {result.metric_type: result.metric_value for result in card.data.eval_results} == {
+        "loss": 0.2,
+        "accuracy": 0.9,
+    }
+    assert card.data.metrics == ["accuracy"]
+
+
+def test_model_index_survives_the_round_trip(run: Path) -> None:
+    """What the Hub builds its tables of results from holds name and results, and reads back as the same."""
+    measured = {"eval_loss": 0.2, "eval_accuracy": 0.9, "eval_f1": 0.8}
+    change(run, metrics=measured, model={"class": "BertForSequenceClassification"})
+    card = write_model_card(run)
+    index = card.data.to_dict()["model-index"]
+    name, results = model_index_to_eval_results(index)
+    assert name == "my-run"
+    assert results == card.data.eval_results
+    assert {result.metric_type: result.metric_value for result in results} == {"loss": 0.2, "accuracy": 0.9, "f1": 0.8}
+    assert {result.task_type for result in results} == {"text-classification"}
+    # Of one task and data set: one entry with all metrics, as the Hub shows them.
+    assert len(index) == len(index[0]["results"]) == 1
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_validator_of_the_hub(run: Path, hub: HubServer, status: int) -> None:
+    """`ModelCard.validate` asks the Hub, whose rules are not in the library: here, that it is sent the card as it lies
+    in the folder and that a refusal ends in an error. What the Hub says of it, it says to those who push."""
+    write_model_card(run)
+    hub.add_fault("/api/validate-yaml", method="POST", status=status)
+    card = ModelCard.load(run / CARD)
+    if status == 200:
+        card.validate()
+    else:
+        with pytest.raises(ValueError, match="ordered"):
+            card.validate()
+    [request] = hub.asked("/api/validate-yaml")
+    sent = json.loads(request.body)
+    assert sent == {"repoType": "model", "content": (run / CARD).read_text()}

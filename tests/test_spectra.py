@@ -131,8 +131,11 @@ def test_scores_of_a_model(llama, tmp_path):
         found = [getattr(layer, f"head_{metric}")[head] for metric in SPECTRAL_METRICS]
         np.testing.assert_allclose(found, numpy_scores(form, width), rtol=1e-5)
     plain = score_model(llama)
-    assert plain.metrics == METRICS and plain.layers[1].positivity is None and plain.layers[1].head_positivity == ()
-    assert "positivity" not in plain.to_pandas() and "positivity" not in plain.summary()
+    assert plain.metrics == METRICS
+    assert plain.layers[1].positivity is None
+    assert plain.layers[1].head_positivity == ()
+    assert "positivity" not in plain.to_pandas()
+    assert "positivity" not in plain.summary()
     assert plain.layers[1].symmetry_null == layer.symmetry_null
     assert plain.layers[1].directionality_null == layer.directionality_null
     llama.save_pretrained(tmp_path)
@@ -177,13 +180,16 @@ def test_a_broken_layer_does_not_stop_the_others(llama):
         model.layers[0].self_attn.k_proj.weight[0, 0] = torch.nan
     with pytest.warns(RuntimeWarning, match="not finite"):
         scores = score_model(model, spectral=True)
-    assert math.isnan(scores.layers[0].positivity) and math.isfinite(scores.layers[1].positivity)
+    assert math.isnan(scores.layers[0].positivity)
+    assert math.isfinite(scores.layers[1].positivity)
     assert math.isnan(QKScores.from_dict(scores.to_dict()).layers[0].stable_rank)
 
 
 def test_values_are_those_of_transformer_lens():
     """Its factored matrix holds the same factors, and decomposes them its own way."""
-    lens = pytest.importorskip("transformer_lens", reason="TransformerLens is installed by hand (benchmarks/README.md)")
+    lens = pytest.importorskip(
+        "transformer_lens", reason="TransformerLens is installed by hand (benchmarks/README.md)"
+    )
     left, right = draw(3, 64, 8), draw(3, 64, 8, seed=1)
     theirs, ours = lens.FactoredMatrix(left, right.mT), BilinearForm(left, right)
     torch.testing.assert_close(ours.singular_values(), theirs.S, rtol=1e-9, atol=1e-9)

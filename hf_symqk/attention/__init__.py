@@ -24,6 +24,7 @@ from .layouts import (
 )
 from .probed import ProbedLayer, ProbedSurvey, survey_by_probing
 from .probing import ProbingError
+from .rotary import ChannelPairs, channel_pairs
 from .rows import (
     GatedRows,
     HeadRows,
@@ -52,6 +53,7 @@ __all__ = [
     "AttentionKind",
     "AttentionLayer",
     "AttentionSurvey",
+    "ChannelPairs",
     "ComposedProjection",
     "GatedRows",
     "HeadRows",
@@ -73,6 +75,7 @@ __all__ = [
     "UnknownAttentionError",
     "WholeRows",
     "borrowed_from",
+    "channel_pairs",
     "describe_kind",
     "describe_left_out",
     "describe_unverified",

@@ -93,6 +93,7 @@ class Borrower(NamedTuple):
             joined=joined,
             model_type=spoken_for,
             verified=is_verified(layout, self.module, spoken_for, "self"),
+            config=self.config,
         )
 
 

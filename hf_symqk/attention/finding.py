@@ -197,6 +197,7 @@ def match_modules(modules: list[tuple[str, nn.Module, Any]]) -> tuple[list[Atten
                     causal=causal,
                     model_type=spoken_for,
                     verified=is_verified(layout, module, spoken_for, kind),
+                    config=config,
                 )
             )
     lenders = {layer.name: layer for layer in found}

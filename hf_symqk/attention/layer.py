@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,7 @@ class AttentionLayer:
         joined (`torch.nn.Module` or `None`): Holds its projections where `module` does not hold them all.
         model_type (`str` or `None`): Model type of the config that speaks for it.
         verified (`bool`): Whether a forward pass has proven its W_q and W_k (see `verified.py`).
+        config (`Any`): What speaks for it: a config, or what a checkpoint's config says of it; `None` without any.
     """
 
     name: str
@@ -69,6 +70,7 @@ class AttentionLayer:
     joined: nn.Module | None = None
     model_type: str | None = None
     verified: bool = False
+    config: Any = None
 
     @property
     def holding(self) -> nn.Module:

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from ..comparison import compare_runs
+from ..comparison.documents import to_document
 from ..comparison.figure import draw_comparison
-from ..comparison.tables import make_tables, to_document
+from ..comparison.tables import make_tables
 from ..comparison.writing import write_comparison
 from .messages import failed, say
 from .options import DebugOption
@@ -58,7 +59,7 @@ def compare(
         bool, typer.Option("--own-rates", help="Accept arms that have no learning rate in common.")
     ] = False,
     cut: Annotated[
-        bool, typer.Option("--cut", help="Compare logs of unequal length at the steps that all have.")
+        bool, typer.Option("--cut", help="Compare runs of unequal length at the steps that all have.")
     ] = False,
     window: Annotated[
         float, typer.Option(metavar="SHARE", help="Share of the logged points in the running mean.")
@@ -92,8 +93,8 @@ def compare(
 
     Reads what a run of recipes/ or of any Trainer left (trainer_state.json; run.json tells arm, seed and rate and lets
     the pairing be checked), or a .csv with a column step and a column of losses for each run, named as in small and
-    small--symmetric. Prints final losses, paired differences with intervals and a sign-flip test over seeds, and
-    speed-ups beside what the noise of the loss alone would give.
+    small--symmetric. Prints final losses, paired differences with intervals and a sign-flip test over seeds, other
+    held-out metrics that were logged, and speed-ups beside what the noise of the loss alone would give.
 
     Exit status: 0; 1 if the runs cannot be compared, 2 for options that cannot be meant.
     """

@@ -10,12 +10,13 @@ from typing import Any
 import pandas as pd
 
 from .errors import ComparisonError
-from .runs import HELD_OUT, TRAIN, Run
+from .runs import HELD_OUT, RATE, TRAIN, Run, arm_name, metric_of
 
 
 __all__ = [
     "IGNORED_ARGUMENTS",
     "align",
+    "check_arms",
     "check_unique",
     "differing_arguments",
     "differing_settings",
@@ -57,6 +58,10 @@ IGNORED_ARGUMENTS = frozenset(
 )
 # What makes an arm, a seed or a rate of the comparison.
 _VARIED = frozenset({"qk_init", "seed", "data_seed", "learning_rate"})
+# How long a run is planned to be.
+_LENGTH = frozenset({"max_steps", "num_train_epochs"})
+# Learning rates are logged in full; shares of the same rate differ by rounding.
+_SAME_RATE = 1e-6
 _SETTINGS = ("recipe", "model", "data", "num_processes", "max_steps")
 
 
@@ -79,6 +84,37 @@ def check_unique(runs: Iterable[Run]) -> None:
                 f"{other.name} and {run.name} are both of arm {run.arm!r} ({seed}): give one of them, name folders "
                 "like 'symmetric-seed0', or say by a pattern where arm and seed stand."
             )
+
+
+def check_arms(runs: Iterable[Run]) -> list[str]:
+    """
+    Refuses an arm that holds runs of several initialisations, as a pattern can make it that does not tell them apart.
+
+    Args:
+        runs (iterable of [`Run`]): The runs.
+
+    Returns:
+        `list[str]`: A statement where arms have other names than the initialisations that `run.json` records.
+
+    Raises:
+        ComparisonError: naming two runs of one arm and the initialisation of each.
+    """
+    inits: dict[str, tuple[Run, str]] = {}
+    for run in runs:
+        if run.record is None:
+            continue
+        name = arm_name(run.record["qk_init"])
+        other, expected = inits.setdefault(run.arm, (run, name))
+        if name != expected:
+            raise ComparisonError(
+                f"the pattern calls {other.name} and {run.name} both {run.arm!r}, but run.json records different "
+                f"initialisations of them: {expected} and {name}. Let the group arm tell them apart."
+            )
+    named = {arm: name for arm, (_, name) in inits.items() if arm != name}
+    if not named:
+        return []
+    listed = "; ".join(f"{arm}: {name}" for arm, name in named.items())
+    return [f"Arms are named by the pattern; the initialisations that run.json records of them: {listed}."]
 
 
 def differing_arguments(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -120,13 +156,13 @@ def differing_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> d
     """
     different = differing_arguments(first.get("arguments") or {}, second.get("arguments") or {})
     for name in _SETTINGS:
-        values = [_without_init(record.get(name)) for record in (first, second)]
+        values = [_without_own(record.get(name)) for record in (first, second)]
         if not _same(*values):
             different.setdefault(name, (values[0], values[1]))
     return different
 
 
-def pairing(runs: Sequence[Run], differing: Iterable[str] = ()) -> list[str]:
+def pairing(runs: Sequence[Run], differing: Iterable[str] = (), cut: bool = False) -> list[str]:
     """
     Checks that runs differ in nothing but the initialisation, the seed and the rate, and that runs of one seed saw the
     same batches and started from the same other weights.
@@ -134,6 +170,7 @@ def pairing(runs: Sequence[Run], differing: Iterable[str] = ()) -> list[str]:
     Args:
         runs (sequence of [`Run`]): Runs of one group.
         differing (iterable of `str`, *optional*): Arguments that may differ; the weights then may too.
+        cut (`bool`, *optional*, defaults to `False`): Whether their lengths may differ.
 
     Returns:
         `list[str]`: Statements on what could not be checked, or differs by intent.
@@ -146,7 +183,8 @@ def pairing(runs: Sequence[Run], differing: Iterable[str] = ()) -> list[str]:
     allowed = set(differing)
     for run in recorded[1:]:
         different = differing_settings(_record(recorded[0]), _record(run))
-        different = {name: values for name, values in different.items() if name not in allowed}
+        expected = allowed | (_LENGTH if cut else frozenset())
+        different = {name: values for name, values in different.items() if name not in expected}
         if different:
             values = "; ".join(f"{name} ({_short(a)} and {_short(b)})" for name, (a, b) in different.items())
             raise ComparisonError(
@@ -154,8 +192,17 @@ def pairing(runs: Sequence[Run], differing: Iterable[str] = ()) -> list[str]:
             )
     for name, versions in _versions(recorded).items():
         notes.append(f"Versions of {name} differ between runs: {', '.join(versions)}.")
-    notes += _same_hashes(recorded, "steps", lambda run: (run.seed,), "were hashed over different numbers of steps")
-    notes += _same_hashes(recorded, "batches", lambda run: (run.seed,), "have the same seed but saw different batches")
+    fault = "have the same seed but saw different batches"
+    if cut:
+        notes += _shared_start(recorded)
+        notes += _same_hashes(recorded, "batches", lambda run: (run.seed, _hash(run, "steps")), fault)
+    else:
+        notes += _same_hashes(
+            recorded, "steps", lambda run: (run.seed,), "were hashed over different numbers of steps"
+        )
+        notes += _same_hashes(recorded, "batches", lambda run: (run.seed,), fault)
+    if any(_hash(run, "head") is not None for run in recorded):
+        notes += _same_hashes(recorded, "head", lambda run: (run.seed,), "have the same seed but other fresh heads")
     if allowed:
         notes.append(f"By wish these may differ between arms, and the first weights with them: {', '.join(allowed)}.")
         return notes
@@ -206,7 +253,8 @@ def align(runs: Sequence[Run], cut: bool) -> tuple[list[Run], list[str]]:
     """
     notes: list[str] = []
     curves: list[dict[str, pd.Series]] = [dict(run.curves) for run in runs]
-    for key, label in ((TRAIN, "training loss"), (HELD_OUT, "held-out loss")):
+    metrics = {key: f"held-out {name}" for run in runs for key in run.curves if (name := metric_of(key))}
+    for key, label in {TRAIN: "training loss", HELD_OUT: "held-out loss", **metrics}.items():
         without = [run.name for run in runs if key not in run.curves]
         if without and len(without) < len(runs):
             notes.append(f"The {label} is left out: {_listed(without)} logged none.")
@@ -261,7 +309,7 @@ def _same_hashes(runs: Sequence[Run], name: str, key: Callable[[Run], tuple[Any,
     seen: dict[tuple[Any, ...], tuple[Run, Any]] = {}
     unknown = []
     for run in runs:
-        value = (_record(run).get("hashes") or {}).get(name)
+        value = _hash(run, name)
         if value is None:
             unknown.append(run.name)
             continue
@@ -273,6 +321,42 @@ def _same_hashes(runs: Sequence[Run], name: str, key: Callable[[Run], tuple[Any,
     return [f"Pairing could not be checked: run.json has no hash of {name} (as after resuming): {_listed(unknown)}."]
 
 
+def _shared_start(runs: Sequence[Run]) -> list[str]:
+    """
+    Of runs of different length, holds the learning rates to each other, as shares of each run's own, as far as all
+    go: a rate that falls to the end of a run has done so at another step in each.
+    """
+    lengths = {(_record(run).get("max_steps"), _hash(run, "steps")) for run in runs}
+    if len(lengths) < 2:
+        return []
+    known = [run for run in runs if run.learning_rate and RATE in run.curves]
+    for run in known[1:]:
+        shares = [one.curves[RATE] / (one.learning_rate or 1.0) for one in (known[0], run)]
+        first, other = shares[0].align(shares[1], join="inner")
+        apart = first.index[(first - other).abs() > _SAME_RATE]
+        if len(apart):
+            rates = " and ".join(f"{one.curves[RATE][apart[0]]:.3g}" for one in (known[0], run))
+            raise ComparisonError(
+                f"{known[0].name} and {run.name} are of different length, and at step {apart[0]} their learning rates "
+                f"are {rates}: cut to the steps that both have, they would still differ in more than the "
+                "initialisation. Train both for the same number of steps, or with a learning rate that does not "
+                "follow it (constant_with_warmup, and warmup_steps as a number of steps)."
+            )
+    notes = [
+        "Runs of different length are compared as far as all go. Whether they saw the same batches could be checked "
+        "for runs of equal length only."
+    ]
+    if len(known) < len(runs):
+        unknown = [run.name for run in runs if run not in known]
+        notes.append(f"Whether their learning rates agreed so far is not known (not logged): {_listed(unknown)}.")
+    return notes
+
+
+def _hash(run: Run, name: str) -> Any:
+    """A hash of the record; that of a pretrained model's fresh head is recorded with its task."""
+    return (_record(run).get("data" if name == "head" else "hashes") or {}).get(name)
+
+
 def _versions(runs: Sequence[Run]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for run in runs:
@@ -282,10 +366,11 @@ def _versions(runs: Sequence[Run]) -> dict[str, list[str]]:
     return {name: sorted(set(values)) for name, values in found.items() if len(set(values)) > 1}
 
 
-def _without_init(value: Any) -> Any:
+def _without_own(value: Any) -> Any:
+    """Without the initialisation, and without the digest of a fresh head, which follows the seed."""
     if isinstance(value, Mapping):
-        return {name: _without_init(inner) for name, inner in value.items() if name != "qk_init"}
-    return [_without_init(inner) for inner in value] if isinstance(value, list) else value
+        return {name: _without_own(inner) for name, inner in value.items() if name not in ("qk_init", "head")}
+    return [_without_own(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _same(first: Any, second: Any) -> bool:

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from .checks import align, check_unique, pairing, state_unrecorded
+from .checks import align, check_arms, check_unique, pairing, state_unrecorded
 from .curve_files import read_curves
 from .errors import ComparisonError
-from .results import EQUAL_RATES, LEARNED_BY, LOSS_LABELS, OWN_RATES, ArmSummary, Comparison, Contrast
-from .runs import HELD_OUT, TRAIN, Run, read_folders
+from .results import EQUAL_RATES, LEARNED_BY, LOSS_LABELS, OWN_RATES, ArmSummary, Comparison, Contrast, Secondary
+from .runs import HELD_OUT, TRAIN, Run, metric_of, read_folders
 from .speedup import raw_speed_up, smoothed_speed_up, window_size
 from .statements import make_statements
 from .statistics import Estimate, estimate, holm, sign_flip_p, smallest_p
@@ -49,13 +49,15 @@ def compare_runs(
             from an `independent` one in its scheme only with that one too: the effect of symmetry at equal scale.
         pattern (`str`, *optional*):
             Regular expression with the groups `arm`, `seed` and `rate`, searched for in the paths of folders. What
-            `run.json` says of seed and rate goes first; the arm is then that of the pattern.
+            `run.json` says of seed and rate goes first; the arm is then that of the pattern, which must not bring
+            runs of different initialisations together.
         differing (iterable of `str`, *optional*):
             Arguments that may differ between arms beside the initialisation, as the pretrained model in fine-tuning.
         own_rates (`bool`, *optional*, defaults to `False`):
             Accepts arms that have no learning rate in common.
         cut (`bool`, *optional*, defaults to `False`):
-            Compares logs of unequal length at the steps that all have, and says so, instead of refusing.
+            Compares logs of unequal length at the steps that all have, and says so, instead of refusing. Runs that
+            were planned for different numbers of steps are then compared if their learning rates agreed so far.
         window (`float`, *optional*, defaults to 0.05):
             Share of the logged points in the running mean of the smoothed speed-up.
         confidence (`float`, *optional*, defaults to 0.95):
@@ -89,12 +91,13 @@ def compare_runs(
     if not 0 < confidence < 1:
         raise ComparisonError(f"confidence={confidence}: choose a level between 0 and 1.")
     runs, left_out, arms_met = _read(sources, baseline, pattern)
+    notes = check_arms(runs)
     check_unique(runs)
     pairs = None if contrasts is None else [(str(treated), str(base)) for treated, base in contrasts]
     _require_arms(runs, left_out, arms_met, baseline, pairs)
     differing = list(differing)
     level = 1 - confidence
-    notes = state_unrecorded(runs)
+    notes += state_unrecorded(runs)
     compared: list[Run] = []
     summaries: list[ArmSummary] = []
     found: list[Contrast] = []
@@ -102,7 +105,7 @@ def compare_runs(
         members = [run for run in runs if run.group == group]
         chosen = _pairs(members, baseline, pairs)
         _check_rates(members, own_rates, chosen)
-        notes += pairing(members, differing)
+        notes += pairing(members, differing, cut)
         members, aligned = align(members, cut)
         notes += aligned
         compared += members
@@ -196,10 +199,15 @@ def _summaries(runs: Sequence[Run], confidence: float) -> list[ArmSummary]:
     summaries = []
     for (arm, rate), members in cells.items():
         entropies = [run.entropy for run in members if run.entropy is not None]
-        losses = [_final(members, key, confidence) for key in (TRAIN, HELD_OUT)]
+        train, held_out = (_final(members, key, confidence) for key in (TRAIN, HELD_OUT))
+        metrics = {
+            name: found
+            for key, name in _metrics(runs).items()
+            if (found := _final(members, key, confidence)) is not None
+        }
         seeds = tuple(run.seed for run in members)
         entropy = min(entropies) if len(entropies) == len(members) else None
-        summaries.append(ArmSummary(members[0].group, arm, rate, seeds, losses[0], losses[1], entropy, False))
+        summaries.append(ArmSummary(members[0].group, arm, rate, seeds, train, held_out, entropy, False, metrics))
     best = {_best(summaries, arm) for arm, _ in cells}
     order = list(dict.fromkeys(run.arm for run in runs))
     summaries.sort(key=lambda one: (order.index(one.arm), one.learning_rate or 0))
@@ -210,6 +218,11 @@ def _final(runs: Sequence[Run], key: str, confidence: float) -> Estimate | None:
     if any(key not in run.curves for run in runs):
         return None
     return estimate([float(run.curves[key].iloc[-1]) for run in runs], confidence)
+
+
+def _metrics(runs: Sequence[Run]) -> dict[str, str]:
+    """Names of the metrics beside the losses, by their key in the log."""
+    return {key: name for run in runs for key in run.curves if (name := metric_of(key)) is not None}
 
 
 def _best(summaries: Sequence[ArmSummary], arm: str) -> Key:
@@ -271,9 +284,10 @@ def _contrast(
     if not seeds:
         return None
     mates = [(by_seed[0][seed], by_seed[1][seed]) for seed in seeds]
+    metrics = _metrics(runs)
     differences = {
         key: estimate([_last(one, key) - _last(other, key) for one, other in mates], confidence)
-        for key in (TRAIN, HELD_OUT)
+        for key in (TRAIN, HELD_OUT, *metrics)
         if all(key in run.curves for pair in mates for run in pair)
     }
     tested = HELD_OUT if HELD_OUT in differences else TRAIN
@@ -299,6 +313,11 @@ def _contrast(
         raw_null=tuple(raw_speed_up(other, other) for _, other in curves),
         smoothed=tuple(smoothed_speed_up(one, other, width) for one, other in smoothed),
         smoothed_null=tuple(smoothed_speed_up(other, other, width) for _, other in smoothed),
+        metrics={
+            name: Secondary(differences[key], sign_flip_p(differences[key].values))
+            for key, name in metrics.items()
+            if key in differences
+        },
     )
 
 

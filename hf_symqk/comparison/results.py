@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from .runs import HELD_OUT, TRAIN, Run
 from .speedup import SpeedUp
 from .statistics import Estimate
 
 
-__all__ = ["EQUAL_RATES", "LEARNED_BY", "LOSS_LABELS", "OWN_RATES", "ArmSummary", "Comparison", "Contrast"]
+__all__ = [
+    "EQUAL_RATES",
+    "LEARNED_BY",
+    "LOSS_LABELS",
+    "OWN_RATES",
+    "ArmSummary",
+    "Comparison",
+    "Contrast",
+    "Secondary",
+]
 
 # Nats below the entropy of the tokens' frequencies that a run must end to count as having learned from context.
 LEARNED_BY = 0.3
@@ -31,6 +41,7 @@ class ArmSummary:
         held_out (`Estimate` or `None`): Last held-out loss over seeds.
         entropy (`float` or `None`): Unigram entropy of the held-out tokens.
         best (`bool`): Whether this is the arm's best rate (also where it is its only one).
+        metrics (`Mapping[str, Estimate]`): Last held-out accuracy and whatever else the runs logged, by name.
     """
 
     group: str
@@ -41,6 +52,7 @@ class ArmSummary:
     held_out: Estimate | None
     entropy: float | None
     best: bool
+    metrics: Mapping[str, Estimate] = field(default_factory=dict)
 
     @property
     def learned(self) -> bool | None:
@@ -48,6 +60,20 @@ class ArmSummary:
         if self.entropy is None or self.held_out is None:
             return None
         return self.held_out.mean <= self.entropy - LEARNED_BY
+
+
+@dataclass(frozen=True)
+class Secondary:
+    """
+    What a contrast shows in a metric beside the loss. It is no part of the verdict.
+
+    Attributes:
+        difference (`Estimate`): Treated minus baseline, last one logged.
+        p (`float` or `None`): Sign-flip test over seeds, not corrected for anything; `None` where there is none.
+    """
+
+    difference: Estimate
+    p: float | None
 
 
 @dataclass(frozen=True)
@@ -74,6 +100,8 @@ class Contrast:
         raw_null (`tuple[SpeedUp, ...]`): The same of the baseline against its own end.
         smoothed (`tuple[SpeedUp, ...]`): Speed-up by running means, one a seed.
         smoothed_null (`tuple[SpeedUp, ...]`): The same of the baseline against its own end.
+        metrics (`Mapping[str, Secondary]`): Differences in held-out accuracy and whatever else the runs logged, by
+            name.
     """
 
     group: str
@@ -94,6 +122,7 @@ class Contrast:
     raw_null: tuple[SpeedUp, ...]
     smoothed: tuple[SpeedUp, ...]
     smoothed_null: tuple[SpeedUp, ...]
+    metrics: Mapping[str, Secondary] = field(default_factory=dict)
 
     @property
     def tested_difference(self) -> Estimate:

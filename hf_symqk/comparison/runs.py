@@ -13,14 +13,16 @@ from typing import Any
 
 import pandas as pd
 
+from .._held_out import HELD_OUT_LOSS, held_out_metric
 from .errors import ComparisonError
 
 
-__all__ = ["HELD_OUT", "RECORD", "STATE", "TRAIN", "Run", "arm_name", "is_score", "read_folders"]
+__all__ = ["HELD_OUT", "RATE", "RECORD", "STATE", "TRAIN", "Run", "arm_name", "is_score", "metric_of", "read_folders"]
 
 STATE = "trainer_state.json"
 RECORD = "run.json"
-TRAIN, HELD_OUT = "loss", "eval_loss"
+TRAIN, HELD_OUT = "loss", HELD_OUT_LOSS
+RATE = "learning_rate"
 ENTROPY = "eval_unigram_entropy"
 
 _SCORE = re.compile(r"qk/(?:[^/]+/)?(symmetry|directionality)/median")
@@ -39,7 +41,7 @@ class Run:
         seed (`int` or `None`): Its seed, `None` if not known.
         learning_rate (`float` or `None`): Its learning rate, `None` if not known.
         curves (`Mapping[str, pandas.Series]`): Values by step, under the names of the log: `loss`, `eval_loss`,
-            `qk/symmetry/median`, …
+            `eval_accuracy`, `qk/symmetry/median`, …
         source (`str`): Folder or file that it was read from.
         group (`str`): What is compared among itself only: the setting that a column of a file names; empty for
             folders.
@@ -61,6 +63,11 @@ class Run:
 def is_score(key: str) -> bool:
     """Whether a key of the log is the median of a score over layers."""
     return bool(_SCORE.fullmatch(key))
+
+
+def metric_of(key: str) -> str | None:
+    """The name of a measure on held-out data beside the loss, as `accuracy`; `None` for any other key of the log."""
+    return None if key == HELD_OUT else held_out_metric(key)
 
 
 def arm_name(qk_init: Mapping[str, Any] | str | None) -> str:
@@ -254,11 +261,16 @@ def _curves(state: Mapping[str, Any]) -> dict[str, pd.Series]:
     points: dict[str, dict[int, float]] = {}
     for entry in state["log_history"]:
         for key, value in entry.items():
-            if (key in (TRAIN, HELD_OUT) or is_score(key)) and "step" in entry:
+            held_out = held_out_metric(key)
+            # A metric may be anything that a user's function returns.
+            known = (
+                key in (TRAIN, HELD_OUT, RATE) or is_score(key) or (held_out and isinstance(value, int | float | None))
+            )
+            if known and "step" in entry:
                 at, curve = int(entry["step"]), points.setdefault(key, {})
                 # An evaluation after training repeats that of its last step, or is of another step's weights
                 # (`load_best_model_at_end`).
-                if not (key == HELD_OUT and at in curve):
+                if not (held_out and at in curve):
                     curve[at] = math.nan if value is None else float(value)
     return {key: pd.Series(values, dtype=float).sort_index() for key, values in points.items()}
 

@@ -44,6 +44,7 @@ def make_statements(
             line = f"With {count} seeds and {family} comparison{'s' * (family > 1)}, p cannot go below {floor:.3g}"
             needed = seeds_needed(family, level)
             lines.append(f"{line}: {needed} seeds could show a difference." if floor > level + 1e-12 else f"{line}.")
+    lines += _metric_statements(contrasts)
     if any(contrast.setting == OWN_RATES for contrast in contrasts):
         lines.append(
             "Own best rate: the one of the lowest mean held-out loss (training loss where none is held out), chosen "
@@ -61,6 +62,19 @@ def _reach(contrast: Contrast, contrasts: Sequence[Contrast]) -> tuple[int, int,
 
     family = sum(other.p is not None and place(other) == place(contrast) for other in contrasts)
     return len(contrast.seeds), family, contrast.p_smallest
+
+
+def _metric_statements(contrasts: Sequence[Contrast]) -> list[str]:
+    metrics = {name: found for contrast in contrasts for name, found in contrast.metrics.items()}
+    if not metrics:
+        return []
+    line = f"Primary outcome: {contrasts[0].tested}; verdicts are on it alone. Secondary: {', '.join(metrics)}."
+    if all(found.p is None for found in metrics.values()):
+        return [line]
+    return [
+        f"{line} Their p is of the same test, but not corrected for several comparisons and not among those that "
+        "Holm's method counts: of several, some are small by chance."
+    ]
 
 
 def _edges(summaries: Sequence[ArmSummary]) -> list[str]:

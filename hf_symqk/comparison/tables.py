@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,13 +10,14 @@ import numpy as np
 import pandas as pd
 
 from .._rendering import Cell, Column, Report
+from .documents import arm_document, contrast_document, contrast_facts, estimate_document, secondary_document
 from .published import PUBLISHED
 from .results import ArmSummary, Comparison, Contrast
 from .speedup import SpeedUp
 from .statistics import Estimate
 
 
-__all__ = ["make_tables", "to_document"]
+__all__ = ["make_tables"]
 
 
 def make_tables(comparison: Comparison) -> dict[str, Report]:
@@ -28,10 +28,13 @@ def make_tables(comparison: Comparison) -> dict[str, Report]:
         comparison ([`Comparison`]): What [`compare_runs`] returned.
 
     Returns:
-        `dict[str, Report]`: `final_loss`, `differences`, `speed_up` (where training loss was logged), the last of
-        these with the notes; then `published`, the paper's.
+        `dict[str, Report]`: `final_loss`, `differences`, `metrics` and `metric_differences` (where held-out accuracy
+        or the like was logged), `speed_up` (where training loss was), the last of these with the notes; then
+        `published`, the paper's.
     """
     tables = {"final_loss": _final_losses(comparison), "differences": _differences(comparison)}
+    if any(one.metrics for one in comparison.arms):
+        tables |= {"metrics": _metrics(comparison), "metric_differences": _metric_differences(comparison)}
     speed_ups = _speed_ups(comparison)
     if speed_ups is not None:
         tables["speed_up"] = speed_ups
@@ -39,40 +42,6 @@ def make_tables(comparison: Comparison) -> dict[str, Report]:
     left_out = tuple(f"left out: {line}" for line in comparison.left_out)
     tables[last] = replace(tables[last], notes=(*tables[last].notes, *comparison.notes), left_out=left_out)
     return {**tables, "published": _published()}
-
-
-def to_document(comparison: Comparison) -> dict[str, Any]:
-    """
-    A comparison as JSON values.
-
-    Args:
-        comparison ([`Comparison`]): What [`compare_runs`] returned.
-
-    Returns:
-        `dict`: `baseline`, `confidence`, `window`, `arms`, `contrasts`, `runs`, `notes` and `left_out`; what is not
-        known or not finite is `None`.
-    """
-    return _finite(
-        {
-            "baseline": comparison.baseline,
-            "confidence": comparison.confidence,
-            "window": comparison.window,
-            "arms": [_arm_document(one) for one in comparison.arms],
-            "contrasts": [_contrast_document(one) for one in comparison.contrasts],
-            "runs": [
-                {
-                    "name": run.name,
-                    "group": run.group,
-                    "arm": run.arm,
-                    "seed": run.seed,
-                    "learning_rate": run.learning_rate,
-                }
-                for run in comparison.runs
-            ],
-            "notes": list(comparison.notes),
-            "left_out": list(comparison.left_out),
-        }
-    )
 
 
 def _final_losses(comparison: Comparison) -> Report:
@@ -102,7 +71,7 @@ def _final_losses(comparison: Comparison) -> Report:
         }
         for one in arms
     )
-    return Report(tuple(columns), data, [_arm_document(one) for one in arms], title="Final loss")
+    return Report(tuple(columns), data, [arm_document(one) for one in arms], title="Final loss")
 
 
 def _differences(comparison: Comparison) -> Report:
@@ -123,7 +92,7 @@ def _differences(comparison: Comparison) -> Report:
     columns.append(Column("verdict", [one.verdict for one in contrasts]))
     data = pd.DataFrame(
         {
-            **_contrast_data(one),
+            **contrast_facts(one),
             **_estimate_data("train_difference", one.train),
             **_estimate_data("held_out_difference", one.held_out),
             "tested": one.tested,
@@ -131,11 +100,64 @@ def _differences(comparison: Comparison) -> Report:
             "p_corrected": one.p_corrected,
             "p_smallest": one.p_smallest,
             "verdict": one.verdict,
+            **_secondary_data(one),
         }
         for one in contrasts
     )
-    document = [_contrast_document(one) for one in contrasts]
+    document = [contrast_document(one) for one in contrasts]
     return Report(tuple(columns), data, document, title="Differences, treated minus baseline")
+
+
+def _metrics(comparison: Comparison) -> Report:
+    rows = [(one, name, found) for one in comparison.arms for name, found in one.metrics.items()]
+    arms = [one for one, _, _ in rows]
+    columns = (
+        *_group_column(arms),
+        Column("arm", [one.arm for one in arms]),
+        *_rate_column("rate", [one.learning_rate for one in arms]),
+        Column("seeds", [len(one.seeds) for one in arms], str),
+        Column("held-out", [name for _, name, _ in rows]),
+        *_estimate_columns("mean", [found for _, _, found in rows], f"{100 * comparison.confidence:g} %", _loss),
+    )
+    data = pd.DataFrame(
+        {
+            "group": one.group,
+            "arm": one.arm,
+            "learning_rate": one.learning_rate,
+            "seeds": len(one.seeds),
+            "metric": name,
+            **_estimate_data("final", found),
+        }
+        for one, name, found in rows
+    )
+    document = [{"arm": one.arm, "metric": name, **(estimate_document(found) or {})} for one, name, found in rows]
+    return Report(columns, data, document, title="Final held-out metrics (secondary)")
+
+
+def _metric_differences(comparison: Comparison) -> Report:
+    rows = [(one, name, found) for one in comparison.contrasts for name, found in one.metrics.items()]
+    contrasts = [one for one, _, _ in rows]
+    percent = f"{100 * comparison.confidence:g} %"
+    columns = [
+        *_contrast_columns(contrasts),
+        Column("seeds", [len(one.seeds) for one in contrasts], str),
+        Column("held-out", [name for _, name, _ in rows]),
+        *_estimate_columns("difference", [found.difference for _, _, found in rows], percent, _difference),
+    ]
+    if any(found.p is not None for _, _, found in rows):
+        columns.append(Column("p,\nuncorrected", [found.p for _, _, found in rows], _probability))
+    data = pd.DataFrame(
+        {
+            **contrast_facts(one),
+            "metric": name,
+            **_estimate_data("difference", found.difference),
+            "p_uncorrected": found.p,
+        }
+        for one, name, found in rows
+    )
+    document = [{**contrast_facts(one), "metric": name, **secondary_document(found)} for one, name, found in rows]
+    title = "Differences in held-out metrics (secondary), treated minus baseline"
+    return Report(tuple(columns), data, document, title=title)
 
 
 def _speed_ups(comparison: Comparison) -> Report | None:
@@ -149,7 +171,7 @@ def _speed_ups(comparison: Comparison) -> Report | None:
         ("smoothed", "smoothed", lambda one: one.smoothed),
         ("smoothed_null", "its null", lambda one: one.smoothed_null),
     ]
-    rows: list[dict[str, Any]] = [_contrast_data(one) for one in contrasts]
+    rows: list[dict[str, Any]] = [contrast_facts(one) for one in contrasts]
     several = max(len(one.seeds) for one in contrasts) > 1
     for name, title, of in rules:
         found = [of(one) for one in contrasts]
@@ -165,7 +187,7 @@ def _speed_ups(comparison: Comparison) -> Report | None:
             row[f"{name}_speed_up_high"] = max(fractions, default=None)
             row[f"{name}_reached"] = sum(speed.reached for speed in speeds)
     notes = ("Speed-up over several seeds: the median, and from the lowest to the highest.",) if several else ()
-    document = [_contrast_document(one) for one in contrasts]
+    document = [contrast_document(one) for one in contrasts]
     return Report(tuple(columns), pd.DataFrame(rows), document, notes, title="Speed-up")
 
 
@@ -237,69 +259,12 @@ def _estimate_data(name: str, found: Estimate | None) -> dict[str, Any]:
     return {f"{name}_mean": None if found is None else found.mean, f"{name}_low": low, f"{name}_high": high}
 
 
-def _contrast_data(contrast: Contrast) -> dict[str, Any]:
-    return {
-        "group": contrast.group,
-        "treated": contrast.treated,
-        "baseline": contrast.baseline,
-        "setting": contrast.setting,
-        "treated_rate": contrast.treated_rate,
-        "baseline_rate": contrast.baseline_rate,
-        "seeds": len(contrast.seeds),
-    }
-
-
-def _arm_document(one: ArmSummary) -> dict[str, Any]:
-    return {
-        "group": one.group,
-        "arm": one.arm,
-        "learning_rate": one.learning_rate,
-        "best_rate": one.best,
-        "seeds": list(one.seeds),
-        "train_loss": _estimate_document(one.train),
-        "held_out_loss": _estimate_document(one.held_out),
-        "unigram_entropy": one.entropy,
-        "learned": one.learned,
-    }
-
-
-def _contrast_document(one: Contrast) -> dict[str, Any]:
-    return {
-        **_contrast_data(one),
-        "seeds": list(one.seeds),
-        "train_difference": _estimate_document(one.train),
-        "held_out_difference": _estimate_document(one.held_out),
-        "tested": one.tested,
-        "p": one.p,
-        "p_corrected": one.p_corrected,
-        "p_smallest": one.p_smallest,
-        "verdict": one.verdict,
-        "speed_up": {
-            "raw": [_speed_document(speed) for speed in one.raw],
-            "raw_null": [_speed_document(speed) for speed in one.raw_null],
-            "smoothed": [_speed_document(speed) for speed in one.smoothed],
-            "smoothed_null": [_speed_document(speed) for speed in one.smoothed_null],
-        },
-    }
-
-
-def _estimate_document(found: Estimate | None) -> dict[str, Any] | None:
-    if found is None:
-        return None
-    return {"mean": found.mean, "low": found.low, "high": found.high, "values": list(found.values)}
-
-
-def _speed_document(speed: SpeedUp) -> dict[str, Any]:
-    return {"fraction": speed.fraction, "reached": speed.reached, "step": speed.step, "target": speed.target}
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN."""
-    if isinstance(value, dict):
-        return {name: _finite(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _secondary_data(one: Contrast) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, found in one.metrics.items():
+        values |= _estimate_data(f"held_out_{name}_difference", found.difference)
+        values[f"held_out_{name}_p_uncorrected"] = found.p
+    return values
 
 
 def _median(speeds: Sequence[SpeedUp]) -> float | None:

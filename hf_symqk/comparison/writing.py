@@ -7,9 +7,10 @@ import os
 from pathlib import Path
 
 from .._rendering import Format, render
+from .documents import to_document
 from .figure import draw_comparison
 from .results import Comparison
-from .tables import make_tables, to_document
+from .tables import make_tables
 
 
 __all__ = ["write_comparison"]

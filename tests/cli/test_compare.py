@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from comparison.making import fine_tuned
 
 
 CURVES = "step,small,small--symmetric\n10,4.0,4.0\n20,3.0,2.0\n30,2.0,1.5\n40,2.0,1.0\n"
@@ -89,3 +90,26 @@ def test_arms_that_are_asked_for(symqk, curves):
     status, _, err = symqk("compare", curves, "--contrast", "symmetric:plain")
     assert status == 1
     assert "no run of 'plain'; there are runs of 'none', 'symmetric'" in err
+
+
+def test_fine_tuned_pairs(symqk, tmp_path):
+    """Two models, each pretrained by one arm and fine-tuned with two seeds: paired by seed, with arms named by their
+    folders. Each seed has a head of its own, which is no difference between its runs."""
+    for arm, init in (("plain", None), ("treated", {"scheme": "symmetric"})):
+        for seed in (0, 1):
+            fine_tuned(tmp_path, arm, init, seed)
+    runs = [tmp_path / "plain", tmp_path / "treated"]
+    options = ["--pattern", r"/(?P<arm>[^/]+)/seed\d+$", "--baseline", "plain", "--json"]
+    status, out, err = symqk("compare", *runs, *options, "--differing", "model_name_or_path")
+    assert (status, err) == (0, "")
+    document = json.loads(out)
+    (contrast,) = document["contrasts"]
+    assert (contrast["treated"], contrast["baseline"], contrast["seeds"]) == ("treated", "plain", [0, 1])
+    notes = document["notes"]
+    assert "By wish these may differ between arms, and the first weights with them: model_name_or_path." in notes
+    named = "Arms are named by the pattern; the initialisations that run.json records of them: "
+    assert f"{named}plain: none; treated: symmetric." in notes
+    # Without the wish, what differs is named.
+    status, _, err = symqk("compare", *runs, *options)
+    assert status == 1
+    assert 'model_name_or_path ("out/plain" and "out/treated")' in err

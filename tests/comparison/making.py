@@ -1,14 +1,14 @@
 """Runs as a recipe leaves them, without the training."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 
-__all__ = ["STEPS", "falling", "record", "state", "write_pairs", "write_run"]
+__all__ = ["STEPS", "falling", "fine_tuned", "record", "state", "write_pairs", "write_run"]
 
 STEPS = tuple(range(10, 201, 10))
 
@@ -54,12 +54,19 @@ def state(
     held_out: Mapping[int, float] | None = None,
     scores: Mapping[int, float] | None = None,
     steps: Sequence[int] = STEPS,
+    metrics: Mapping[int, Mapping[str, Any]] | None = None,
+    rate: Callable[[int], float] = lambda step: 1e-3,
 ) -> dict[str, Any]:
-    """A `trainer_state.json`."""
+    """A `trainer_state.json`; `metrics` are logged with the held-out loss of their step, `rate` with the training
+    loss."""
     log: list[dict[str, Any]] = [
-        {"step": step, "loss": loss, "learning_rate": 1e-3} for step, loss in zip(steps, train or [], strict=False)
+        {"step": step, "loss": loss, "learning_rate": rate(step)}
+        for step, loss in zip(steps, train or [], strict=False)
     ]
-    log += [{"step": step, "eval_loss": loss, "eval_runtime": 1.0} for step, loss in (held_out or {}).items()]
+    log += [
+        {"step": step, "eval_loss": loss, "eval_runtime": 1.0, **(metrics or {}).get(step, {})}
+        for step, loss in (held_out or {}).items()
+    ]
     log += [
         {"step": step, "qk/symmetry/median": score, "qk/directionality/median": -score, "qk/symmetry/layer_00": score}
         for step, score in (scores or {}).items()
@@ -76,6 +83,15 @@ def write_run(folder: Path, content: Mapping[str, Any], recorded: Mapping[str, A
     if recorded is not None:
         (folder / "run.json").write_text(json.dumps(recorded))
     return folder
+
+
+def fine_tuned(folder: Path, arm: str, qk_init: Mapping[str, Any] | None, seed: int, **changes: Any) -> Path:
+    """A run as finetune.py leaves it: its first weights are a pretrained model's, its head follows the seed."""
+    said = record(qk_init, seed, recipe="finetune", data={"source": "reviews.csv", "head": f"head{seed}"})
+    said["hashes"] |= {"weights": f"w{arm}{seed}", "v": f"v{arm}{seed}"}
+    said["arguments"] = {"model_name_or_path": f"out/{arm}", "max_length": 16}
+    logged = state(falling(0.5), {200: 0.6 + seed / 10})
+    return write_run(folder / arm / f"seed{seed}", logged, said | changes)
 
 
 def write_pairs(

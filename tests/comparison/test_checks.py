@@ -5,7 +5,7 @@ import pytest
 from hf_symqk.comparison import ComparisonError, compare_runs
 from hf_symqk.comparison.checks import differing_arguments
 
-from .making import STEPS, falling, record, state, write_run
+from .making import STEPS, falling, fine_tuned, record, state, write_run
 
 
 SYMMETRIC = {"scheme": "symmetric"}
@@ -57,6 +57,44 @@ def test_arguments_that_differ_by_wish(tmp_path):
     folders = pair(tmp_path / "c", second | {"hashes": hashes(batches="other")}, first)
     with pytest.raises(ComparisonError, match="saw different batches"):
         compare_runs(folders, baseline="a", pattern=r"/(?P<arm>\w)$", differing=["model"])
+
+
+PATTERN = r"/(?P<arm>[^/]+)/seed\d+$"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {"source": "reviews.csv", "head": "other"}}, "have the same seed but other fresh heads"),
+        ({"data": {"source": "others.csv", "head": "head0"}}, "differ in more than the initialisation: data"),
+        ({"hashes": {"weights": "w", "batches": "other", "steps": STEPS[-1]}}, "saw different batches"),
+    ],
+)
+def test_fine_tuned_runs_that_are_no_pair(tmp_path, changes, message):
+    """Another start may differ by wish, head and batches may not."""
+    folders = [fine_tuned(tmp_path, "plain", None, 0), fine_tuned(tmp_path, "treated", SYMMETRIC, 0, **changes)]
+    with pytest.raises(ComparisonError, match=message) as caught:
+        compare_runs(folders, baseline="plain", pattern=PATTERN, differing=["model_name_or_path"])
+    assert all(str(folder) in str(caught.value) for folder in folders)
+
+
+def test_head_that_is_not_known(tmp_path):
+    """Said, as of any other hash."""
+    folders = [fine_tuned(tmp_path, "plain", None, 0)]
+    folders.append(fine_tuned(tmp_path, "treated", SYMMETRIC, 0, data={"source": "reviews.csv"}))
+    notes = compare_runs(folders, baseline="plain", pattern=PATTERN, differing=["model_name_or_path"]).notes
+    assert any("no hash of head" in line and line.endswith(f"{folders[1]}.") for line in notes)
+
+
+def test_pattern_that_mixes_initialisations(tmp_path):
+    """A mean over runs of two initialisations would be of neither: both runs are named, with what each was."""
+    runs = (("a", None, 0), ("b", SYMMETRIC, 1), ("c", KAIMING, 0))
+    for name, init, seed in runs:
+        write_run(tmp_path / f"{name}-run", state(falling(3.0), {200: 3.2}), record(init, seed))
+    with pytest.raises(ComparisonError) as caught:
+        compare_runs([tmp_path], baseline="run", pattern="(?P<arm>run)$")
+    assert f"{tmp_path / 'a-run'} and {tmp_path / 'b-run'} both 'run'" in str(caught.value)
+    assert "different initialisations of them: none and symmetric" in str(caught.value)
 
 
 def test_other_q_and_k_are_what_is_compared(tmp_path):
@@ -137,6 +175,58 @@ def test_logs_of_unequal_length(tmp_path):
     comparison = compare_runs(folders, cut=True)
     assert {run.curves["loss"].index[-1] for run in comparison.runs} == {150}
     assert any("at the 15 steps that all logs have, up to step 150" in line for line in comparison.notes)
+
+
+def of_length(folder, init, steps, rate=lambda step: 1e-3, **changes):
+    """A run that was planned for so many steps, and recorded as a recipe does."""
+    said = record(init, max_steps=steps, hashes=hashes(batches=f"b0 of {steps}", steps=steps))
+    said["arguments"] |= {"max_steps": steps}
+    logged = state(falling(3.0)[: steps // 10], {100: 3.5, 150: 3.2}, steps=range(10, steps + 1, 10), rate=rate)
+    return write_run(folder, logged, said | changes)
+
+
+def test_recorded_runs_of_different_length(tmp_path):
+    """Refused without `cut`; with it compared where both have been, if nothing else differs, and the report says what
+    could not be checked."""
+    folders = [of_length(tmp_path / "a", None, 200), of_length(tmp_path / "b", SYMMETRIC, 150)]
+    with pytest.raises(ComparisonError, match=r"max_steps \(200 and 150\)"):
+        compare_runs(folders)
+    comparison = compare_runs(folders, cut=True)
+    assert {run.curves["loss"].index[-1] for run in comparison.runs} == {150}
+    assert any(line.startswith("Runs of different length are compared as far as all go") for line in comparison.notes)
+    assert any("up to step 150" in line for line in comparison.notes)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_learning_rates_that_follow_the_length(tmp_path, scale):
+    """A linear decay to the end has gone further in the shorter run, whatever the rate it began at."""
+    first = of_length(tmp_path / "a", None, 200, lambda step: 1e-3 * (1 - step / 200))
+    changes = {"learning_rate": scale * 1e-3}
+    second = of_length(tmp_path / "b", SYMMETRIC, 150, lambda step: scale * 1e-3 * (1 - step / 150), **changes)
+    with pytest.raises(ComparisonError, match=r"at step 10 their learning rates are .*constant_with_warmup") as caught:
+        compare_runs([first, second], cut=True, own_rates=True)
+    assert f"{first} and {second}" in str(caught.value)
+
+
+def test_different_length_and_something_else(tmp_path):
+    """Cutting forgives the length alone; runs of equal length are still held to the same batches."""
+    folders = [of_length(tmp_path / "a", None, 200), of_length(tmp_path / "b", SYMMETRIC, 150, num_processes=2)]
+    with pytest.raises(ComparisonError, match="num_processes"):
+        compare_runs(folders, cut=True)
+    folders = [of_length(tmp_path / "c", None, 150), of_length(tmp_path / "d", SYMMETRIC, 150)]
+    compare_runs(folders, cut=True)
+    other = of_length(tmp_path / "e", KAIMING, 150, hashes=hashes(v="other", batches="other", steps=150))
+    with pytest.raises(ComparisonError, match="saw different batches"):
+        compare_runs([*folders, other], cut=True)
+
+
+def test_different_length_without_learning_rates(tmp_path):
+    """What was not logged is said to be unknown."""
+    folders = [of_length(tmp_path / "a", None, 200), of_length(tmp_path / "b", SYMMETRIC, 150)]
+    path = folders[1] / "trainer_state.json"
+    path.write_text(path.read_text().replace('"learning_rate"', '"lr"'))
+    notes = compare_runs(folders, cut=True).notes
+    assert f"Whether their learning rates agreed so far is not known (not logged): {folders[1]}." in notes
 
 
 def test_logs_without_a_step_in_common(tmp_path):

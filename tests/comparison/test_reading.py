@@ -55,7 +55,8 @@ def test_record_wins_over_the_name(tmp_path):
     ((run,), _, arms) = read_folders([folder])
     assert (run.arm, run.seed, run.learning_rate, run.entropy) == ("symmetric-layers_0", 5, 1e-3, 5.2)
     assert arms == ["symmetric-layers_0"]
-    assert set(run.curves) == {"loss", "eval_loss", "qk/symmetry/median", "qk/directionality/median"}
+    scores = {"qk/symmetry/median", "qk/directionality/median"}
+    assert set(run.curves) == {"loss", "eval_loss", "learning_rate", *scores}
     assert run.curves["loss"].index.tolist() == list(STEPS)
     assert run.curves["loss"].iloc[-1] == 3.0
 

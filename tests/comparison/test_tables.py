@@ -8,8 +8,9 @@ import pytest
 
 from hf_symqk._rendering import Format, render
 from hf_symqk.comparison import compare_runs
+from hf_symqk.comparison.documents import to_document
 from hf_symqk.comparison.figure import draw_comparison
-from hf_symqk.comparison.tables import make_tables, to_document
+from hf_symqk.comparison.tables import make_tables
 from hf_symqk.comparison.writing import write_comparison
 
 from .making import write_pairs

@@ -1,7 +1,7 @@
-"""Three optimizer steps on the same 32 sequences, however they are spread over batches and processes.
+"""Optimizer steps on the same sequences, however they are spread over batches and processes.
 
-Run by test_token_weighted.py in its own process, and by it under torchrun: `loss_run.py TYPE BATCH ACCUMULATION FILE`;
-`--resume` behind it starts from the checkpoint after the first step.
+Run by test_token_weighted.py in its own process, and by it under torchrun: `loss_run.py TYPE BATCH ACCUMULATION
+SEQUENCES STEPS FILE`; a number behind it starts from the checkpoint after that step.
 """
 
 import json
@@ -112,9 +112,9 @@ def build_model(model_type):
     return AutoModelForMaskedLM.from_config(CONFIGS[model_type]())
 
 
-def run(model_type, batch, accumulation, output_dir, eval_batch=4, steps=3, resume=None, **extra):
+def run(model_type, batch, accumulation, output_dir, eval_batch=4, steps=3, resume=None, sequences=32, **extra):
     """Trains; returns logged losses and gradient norms, held-out losses, processes, fingerprint of the batches."""
-    train, held_out = examples(model_type, 32, SEED, 0), examples(model_type, 13, EVALUATION_MASK_SEED, 1)
+    train, held_out = examples(model_type, sequences, SEED, 0), examples(model_type, 13, EVALUATION_MASK_SEED, 1)
     arguments = TrainingArguments(
         output_dir=str(output_dir),
         per_device_train_batch_size=batch,
@@ -125,8 +125,7 @@ def run(model_type, batch, accumulation, output_dir, eval_batch=4, steps=3, resu
         logging_steps=1,
         eval_strategy="steps",
         eval_steps=1,
-        eval_on_start=True,
-        **{"save_strategy": "no", **extra},
+        **{"save_strategy": "no", "eval_on_start": True, **extra},
         report_to="none",
         seed=SEED,
         use_cpu=True,
@@ -145,6 +144,7 @@ def run(model_type, batch, accumulation, output_dir, eval_batch=4, steps=3, resu
     trainer.batch_fingerprint.combine()
     history = trainer.state.log_history
     return {
+        "epoch": trainer.state.epoch,
         "fingerprint": trainer.batch_fingerprint.result(steps),
         "processes": trainer.accelerator.num_processes,
         "distributed": torch.distributed.is_initialized() and torch.distributed.get_world_size(),
@@ -156,12 +156,12 @@ def run(model_type, batch, accumulation, output_dir, eval_batch=4, steps=3, resu
 
 
 def main():
-    model_type, batch, accumulation, file, *resume = sys.argv[1:]
+    model_type, batch, accumulation, sequences, steps, file, *resume = sys.argv[1:]
     folder = Path(file).parent / "out"
-    checkpoint = str(folder / "checkpoint-1") if resume else None
-    result = run(
-        model_type, int(batch), int(accumulation), folder, resume=checkpoint, save_strategy="steps", save_steps=1
-    )
+    checkpoint = str(folder / f"checkpoint-{resume[0]}") if resume else None
+    extra = {"save_strategy": "steps", "save_steps": 1, "eval_on_start": not resume}
+    counts = {"sequences": int(sequences), "steps": int(steps)}
+    result = run(model_type, int(batch), int(accumulation), folder, resume=checkpoint, **counts, **extra)
     if int(os.environ.get("RANK", "0")) == 0:
         Path(file).write_text(json.dumps(result))
     if torch.distributed.is_initialized():

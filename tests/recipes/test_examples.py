@@ -4,8 +4,16 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from accelerate.data_loader import SeedableRandomSampler
 from arguments import RecipeError
-from examples import BlockDataset, BlockStream, EpochCallback, next_token_example
+from examples import (
+    BlockDataset,
+    BlockSampler,
+    BlockStream,
+    EpochCallback,
+    next_token_example,
+    without_fillers,
+)
 from masking import TokenMasker
 from packing import Packer, encoder_frame
 from torch.utils.data import DataLoader
@@ -58,6 +66,31 @@ def test_callback_counts_epochs_after_a_resume_too(tokenizer):
             callback.on_epoch_begin(None, state, None)
             seen.append(data.epoch)
         assert seen == expected
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_order_is_that_of_trainer(seed):
+    """Runs from before this sampler pair with those after it."""
+    data = BlockDataset(blocks(), next_token_example)
+    theirs = SeedableRandomSampler(data, data_seed=seed)
+    for epoch in (0, 1, 2):
+        data.epoch = epoch
+        theirs.set_epoch(epoch)
+        assert list(BlockSampler(data, seed, 1)) == list(theirs) != list(range(24))
+
+
+def test_fillers_end_an_epoch_and_predict_nothing(tokenizer):
+    """24 blocks in steps of 10: six rows fill the last step. Whoever leaves them out keeps a block without masks."""
+    data = BlockDataset(blocks(), TokenMasker(tokenizer, 0.15, seed=0))
+    places = list(BlockSampler(data, 0, 10))
+    assert sorted(places[:24]) == list(range(24))
+    assert places[24:] == list(range(24, 30))
+    assert list(BlockSampler(data, 0, 10, drop_last=10)) == places[:20]
+    batch = default_data_collator(data.__getitems__(places[20:]))
+    assert (batch["labels"][4:] == -100).all()
+    batch["labels"][0] = -100
+    assert torch.equal(without_fillers(batch)["input_ids"], batch["input_ids"][:4])
+    assert len(without_fillers({name: tensor[4:] for name, tensor in batch.items()})["labels"]) == 0
 
 
 def stream(documents, tokenizer, buffer=0, block_size=32):

@@ -1,6 +1,7 @@
 """Fine-tuning from its command line: pretrained pairs, decoders, tasks and files, and bad input."""
 
 import csv
+import itertools
 import json
 import random
 import sys
@@ -24,6 +25,7 @@ from transformers import (
 )
 
 import hf_symqk
+from hf_symqk.comparison import compare_runs
 
 
 LAYERS = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -123,6 +125,21 @@ def test_pair_shares_head_and_batches(pretrained, files, tmp_path):
     config = json.loads((tmp_path / "symmetric" / "config.json").read_text())
     assert config["label2id"] == {"bad": 0, "good": 1}
     assert len(hf_symqk.score_checkpoint(tmp_path / "symmetric").layers) == 2
+
+
+def test_pretrained_pair_is_compared(pretrained, files, tmp_path):
+    """As the README has it: two seeds of each, arms by folder. Runs whose heads or batches differ would be refused."""
+    for name, seed in itertools.product(("none", "symmetric"), ("0", "1")):
+        more = ("--model_name_or_path", str(pretrained / name), "--train_file", files["words"], "--seed", seed)
+        finetune.main(words(tmp_path / name / f"seed{seed}", *more))
+    assert record(tmp_path / "none" / "seed0")["data"]["head"] != record(tmp_path / "none" / "seed1")["data"]["head"]
+    folders = [tmp_path / name for name in ("none", "symmetric")]
+    pattern = r"(?P<arm>[^/]+)/seed\d+$"
+    comparison = compare_runs(folders, pattern=pattern, differing=["model_name_or_path"])
+    (contrast,) = comparison.contrasts
+    assert (contrast.treated, contrast.seeds) == ("symmetric", (0, 1))
+    assert {"accuracy", "f1", "matthews_correlation"} <= set(contrast.metrics)
+    assert not any("could not be checked" in line for line in comparison.notes)
 
 
 def test_decoder_pads_with_its_end_of_text(pretrained, files, tmp_path):

@@ -98,19 +98,38 @@ def test_held_out_loss_is_independent_of_batch_size_and_arguments(reference, tmp
         assert result["eval_loss"] == pytest.approx(reference("bert")["eval_loss"], rel=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", MODELS)
-def test_two_processes_change_nothing(model_type, reference, tmp_path):
-    file = tmp_path / "result.json"
+def in_two_processes(*words, file):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    command += [str(Path(__file__).parent / "loss_run.py"), model_type, "16", "1", str(file)]
+    command += [str(Path(__file__).parent / "loss_run.py"), *words]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(file.read_text())
     assert result["processes"] == result["distributed"] == 2
-    agree(result, reference(model_type))
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", MODELS)
+def test_two_processes_change_nothing(model_type, reference, tmp_path):
+    file = tmp_path / "result.json"
+    agree(in_two_processes(model_type, "16", "1", "32", "3", str(file), file=file), reference(model_type))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["bert", "llama"])
+def test_two_processes_over_epochs_that_end_within_a_step(model_type, tmp_path):
+    """22 sequences in steps of 8: the last step of each of two epochs has 6, none of them twice. Accelerate would fill
+    it from the start of the epoch. Resumed inside the second epoch as well."""
+    reference = run(model_type, 8, 1, tmp_path / "one", sequences=22, steps=6)
+    file = tmp_path / "result.json"
+    for resume in ((), ("4",)):
+        result = in_two_processes(model_type, "2", "2", "22", "6", str(file), *resume, file=file)
+        agree(result, reference)
+        assert result["fingerprint"] == reference["fingerprint"]
+        assert result["fingerprint"]["sequences"] == 44
+        assert result["epoch"] == reference["epoch"] == 2
 
 
 def test_loss_function_by_hand():
@@ -150,6 +169,17 @@ def test_step_without_a_masked_token():
     loss.backward()
     assert loss.item() == 0
     assert (logits.grad == 0).all()
+
+
+@pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance"])
+def test_orders_by_length_are_refused(tmp_path, strategy):
+    with pytest.raises(RecipeError, match=f"train_sampling_strategy='{strategy}': blocks are of one length"):
+        run("bert", 8, 1, tmp_path, train_sampling_strategy=strategy)
+
+
+def test_nothing_left_by_drop_last(tmp_path):
+    with pytest.raises(RecipeError, match="32 training sequences are fewer than the 64 of one step"):
+        run("bert", 32, 2, tmp_path, dataloader_drop_last=True)
 
 
 def test_several_gpus_in_one_process_are_refused():

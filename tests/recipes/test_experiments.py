@@ -1,0 +1,58 @@
+"""The experiments that are kept: what is printed of them is what their runs say."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_symqk.comparison import compare_runs
+from hf_symqk.comparison.writing import write_comparison
+
+
+ROOT = Path(__file__).resolve().parents[2]
+EXPERIMENTS = ROOT / "recipes" / "experiments"
+KEPT = sorted(path.name for path in EXPERIMENTS.iterdir() if (path / "runs").is_dir())
+
+sys.path.insert(0, str(EXPERIMENTS))
+from keep import keep  # noqa: E402
+
+
+def test_there_are_some():
+    assert {"encoder", "decoder", "vision"} <= set(KEPT)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_report_is_that_of_the_runs(name, tmp_path):
+    """Tables and JSON come out of the kept runs again, digit by digit, and the page shows that table."""
+    write_comparison(compare_runs([EXPERIMENTS / name / "runs"], baseline="none"), tmp_path, figure=False)
+    kept = EXPERIMENTS / name / "comparison"
+    for file in sorted(tmp_path.iterdir()):
+        assert file.read_text() == (kept / file.name).read_text(), file.name
+
+
+def test_keeping_loses_nothing_that_is_compared(tmp_path):
+    """Kept again, runs stay as they are; what a model or a log would add is left out; unfinished runs too."""
+    source = tmp_path / "out"
+    keep(EXPERIMENTS / "vision", source)
+    run = next((source / "runs").iterdir())
+    state = json.loads((run / "trainer_state.json").read_text())
+    more = {"grad_norm": 1.0, "qk/symmetry/layer_00": 0.5, "eval_runtime": 2.0}
+    state["log_history"][0] |= more
+    state["log_history"].append({"step": 7, "epoch": 1.0, **more})
+    (run / "trainer_state.json").write_text(json.dumps({**state, "best_metric": None}))
+    (run / "model.safetensors").write_bytes(b"much")
+    unfinished = source / "runs" / "none--seed99"
+    unfinished.mkdir()
+    (unfinished / "run.json").write_text(json.dumps({"status": "running"}))
+    names = keep(source, tmp_path / "kept")
+    assert len(names) == len(list((EXPERIMENTS / "vision" / "runs").iterdir()))
+    assert sorted(path.name for path in (tmp_path / "kept" / "runs" / run.name).iterdir()) == [
+        "compare.json",
+        "run.json",
+        "trainer_state.json",
+    ]
+    for name in names:
+        for file in ("run.json", "trainer_state.json"):
+            kept = tmp_path / "kept" / "runs" / name / file
+            assert kept.read_text() == (EXPERIMENTS / "vision" / "runs" / name / file).read_text()
