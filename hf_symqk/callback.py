@@ -3,6 +3,7 @@
 import logging
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from .attention import (
     find_attention_layers,
     select_layers,
 )
+from .dynamics import LastBatch, log_of_updates, sum_updates
 from .history import ScoreHistory
 from .model_family import model_type
 from .scores import QKScores
@@ -27,6 +29,8 @@ from .scoring import ScorableLayer, join_gathering, score_layers, undefined_laye
 __all__ = ["QKScoreCallback"]
 
 logger = logging.getLogger(__name__)
+
+_SEQUENCES = 8  # of a batch, whose updates are scored unless a number is given
 
 
 def _is_training_loss(logs: Mapping[str, Any]) -> bool:
@@ -62,6 +66,13 @@ class QKScoreCallback(TrainerCallback):
             `"bidirectional"` or `"causal"`.
         prefix (`str`, *optional*, defaults to `"qk"`):
             First part of the logged names.
+        gradients (`bool` or `int`, *optional*, defaults to `False`):
+            Scores the update of W_qk too (see [`qk_updates`]), as `qk/update_symmetry/median`,
+            `qk/update_directionality/layer_00`, …: that of the last batch that rank 0 was trained on, of its first 8
+            sequences or as many as the number says, by the weights after that step, without dropout. Not before the
+            first step, which has no batch. It takes one forward and backward pass over these sequences with eager
+            attention, for which the Trainer's `compute_loss` is called once more; nothing of it reaches the run.
+            Under engines that shard there is no such pass.
         strict (`bool`, *optional*, defaults to `False`):
             Raises what goes wrong in a measurement, after every rank has come through it.
         spectral (`bool`, *optional*, defaults to `False`):
@@ -96,6 +107,7 @@ class QKScoreCallback(TrainerCallback):
         gamma: float = 2.0,
         attention: AttentionKind = "self",
         prefix: str = "qk",
+        gradients: bool | int = False,
         strict: bool = False,
         spectral: bool = False,
     ):
@@ -105,6 +117,8 @@ class QKScoreCallback(TrainerCallback):
             raise ValueError(f"`attention` must be one of {', '.join(map(repr, ATTENTION_KINDS))}, got {attention!r}.")
         if not prefix or prefix.endswith("/"):
             raise ValueError(f"`prefix` must be a name without a slash at its end, got {prefix!r}.")
+        if not isinstance(gradients, int) or gradients < 0:
+            raise ValueError(f"`gradients` must be True, False or a number of sequences, got {gradients!r}.")
         self.every = every
         self.log_at_start = log_at_start
         self.log_at_end = log_at_end
@@ -113,9 +127,12 @@ class QKScoreCallback(TrainerCallback):
         self.gamma = gamma
         self.attention = attention
         self.prefix = prefix
+        self.gradients = _SEQUENCES if gradients is True else int(gradients)
         self.strict = strict
         self.spectral = spectral
         self.scores: QKScores | None = None
+        self.update_scores: QKScores | None = None
+        self._batch: LastBatch | None = None
         self._handlers: list[weakref.ref[CallbackHandler]] = []
         self._history: ScoreHistory | None = None
         self._measured_step: int | None = None
@@ -126,9 +143,26 @@ class QKScoreCallback(TrainerCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         # Handlers lead to the model and the whole Trainer, which a copy of the callback is not to carry around.
-        return {**self.__dict__, "_handlers": []}
+        return {**self.__dict__, "_handlers": [], "_batch": None}
 
     # --- events ---
+
+    @property
+    def watches_batches(self) -> bool:
+        """Read by the plugin: whether this callback is shown what each training step is given."""
+        return bool(self.gradients)
+
+    def on_batch(self, trainer: Any, inputs: Mapping[str, Any], num_items: Any) -> None:
+        """
+        Called by the plugin before a batch is trained on.
+
+        Args:
+            trainer (`Trainer`): Who trains.
+            inputs (`Mapping[str, Any]`): What the step is given.
+            num_items (`torch.Tensor` or `int`, *optional*): What it divides its loss by.
+        """
+        if trainer.state.is_world_process_zero:
+            self._guard("the batch", self._keep_batch, trainer, inputs, num_items)
 
     def on_added(self, handler: CallbackHandler) -> None:
         """
@@ -158,7 +192,8 @@ class QKScoreCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.scores = self._history = self._measured_step = self._summary = None
+        self.scores = self.update_scores = self._history = self._measured_step = self._summary = None
+        self._batch = None
         self._is_due = self._is_after_step = False
         # The history of a resumed run brings its events along, so that every k-th stays every k-th.
         self._events = len({row.get("step") for row in state.log_history if _is_training_loss(row)})
@@ -215,6 +250,7 @@ class QKScoreCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self._batch = None
         # The summary is also what `train()` returns as the run's metrics; there the scores do not belong.
         for key in [key for key in self._summary or () if key.startswith(f"{self.prefix}/")]:
             (self._summary or {}).pop(key)
@@ -270,7 +306,28 @@ class QKScoreCallback(TrainerCallback):
             self._say(undefined, once="not finite")
         if (history := self._history) is not None:
             self._guard("the history file", history.append, state.global_step, scores)
-        return scores.to_log(self.prefix, heads=self.heads)
+        values = scores.to_log(self.prefix, heads=self.heads)
+        if self.gradients:
+            self._guard("the updates of W_qk", self._measure_updates, model, values)
+        return values
+
+    def _keep_batch(self, *batch: Any) -> None:
+        self._batch = LastBatch(*batch)
+
+    def _measure_updates(self, model: nn.Module, values: dict[str, float]) -> None:
+        if (batch := self._batch) is None:
+            if self._measured_step:
+                self._say("the updates of W_qk: no training step was seen", once="no batch")
+            return
+        updates = sum_updates(
+            model,
+            [partial(batch.loss, number=self.gradients)],
+            layers=self.layers,
+            attention=self.attention,
+            heads=self.heads,
+        )
+        self.update_scores = updates.scores(self.gamma)
+        values.update(log_of_updates(self.update_scores, self.prefix, self.heads))
 
     def _guard(self, what: str, action: Callable[..., None], *arguments: Any) -> None:
         try:

@@ -10,6 +10,7 @@ The hooks into Transformers; the only file that changes anything outside this pa
 - the step in which `post_init` (or loading, or DeepSpeed ZeRO-3's construction) draws weights applies the option to
   the layers it has just drawn;
 - a Trainer puts a callback that asks for it (`runs_before_trackers`) before those that hand logs to trackers;
+- a Trainer shows each batch to a callback that asks for it (`watches_batches`), labels and all;
 - the Trainer's console shows medians of W_qk scores, and leaves the values of single layers to trackers and files.
 """
 
@@ -265,7 +266,7 @@ def _is_fresh(module: nn.Module) -> bool:
 
 # --- the Trainer's callbacks --------------------------------------------------------------------------------------
 
-_SINGLE_SCORES = re.compile(rf"/({'|'.join((*METRICS, *SPECTRAL_METRICS))})/(?!median$)")
+_SINGLE_SCORES = re.compile(rf"/(update_)?({'|'.join((*METRICS, *SPECTRAL_METRICS))})/(?!median$)")
 
 
 def _wrap_add_callback(original: Callable[..., None]) -> Callable[..., None]:
@@ -279,8 +280,21 @@ def _wrap_add_callback(original: Callable[..., None]) -> Callable[..., None]:
             flow = [isinstance(known, DefaultFlowCallback) for known in handler.callbacks]
             handler.callbacks.insert(flow.index(True) + 1 if any(flow) else 0, handler.callbacks.pop())
             added.on_added(handler)
+        if getattr(added, "watches_batches", False):
+            register()  # by now there is a Trainer class to hook into
 
     return add_callback
+
+
+def _wrap_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def training_step(trainer: Any, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        for callback in trainer.callback_handler.callbacks:
+            if getattr(callback, "watches_batches", False):
+                callback.on_batch(trainer, inputs, num_items_in_batch)
+        return original(trainer, model, inputs, num_items_in_batch)
+
+    return training_step
 
 
 def _wrap_console_on_log(original: Callable[..., None]) -> Callable[..., None]:
@@ -308,12 +322,18 @@ _PATCHES: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
 )
 
 
+def _patches() -> list[tuple[Any, str, Callable[[Any], Any]]]:
+    # The Trainer is a slow import, which is left to those who train.
+    trainer = sys.modules.get("transformers.trainer")
+    return [*_PATCHES, *([(trainer.Trainer, "training_step", _wrap_training_step)] if trainer else [])]
+
+
 def register() -> None:
     """
     Puts the hooks into Transformers. Importing `hf_symqk` does this; calling it again, or reloading the package,
     changes nothing: a hook is never put upon a hook. What other libraries have put around a hook meanwhile stays.
     """
-    for owner, name, wrap in _PATCHES:
+    for owner, name, wrap in _patches():
         current = owner.__dict__[name]
         hook = _hook_in(current)
         if hook is not None and hook is not _function(current):
@@ -330,7 +350,7 @@ def unregister() -> None:
     nothing. Models and configs made meanwhile stay as they are; a `qk_init` in a config is then a plain attribute that
     nothing reads.
     """
-    for owner, name, _ in _PATCHES:
+    for owner, name, _ in _patches():
         hook = _hook_in(owner.__dict__[name])
         if hook is None:
             continue

@@ -40,7 +40,7 @@ class CheckedCallback(QKScoreCallback):
     """Asserts at each measurement that two processes share the work in the way that the engine's name says."""
 
     def __init__(self, engine: str):
-        super().__init__(heads=True)
+        super().__init__(heads=True, gradients=True)
         self.engine = engine
         self.trainer = None
         self.checked = 0

@@ -81,6 +81,7 @@ def test_callback_under_an_engine(engine, tmp_path):
     """
     In a Trainer of two processes the scores that rank 0 logs are those that one process gives for the whole weights,
     at the start (a symmetric model) and at the end (the saved one); the worker asserts that the engine really ran.
+    Updates are measured by rank 0 alone, where it has whole weights; else training goes on without them.
     """
     torchrun("distributed_training.py", engine, str(tmp_path), "no", **on_cpu(engine))
     rows = json.loads((tmp_path / "rows.json").read_text())
@@ -88,6 +89,7 @@ def test_callback_under_an_engine(engine, tmp_path):
     expected = score_model(AutoModelForMaskedLM.from_pretrained(tmp_path / "trained")).to_log(heads=True)
     assert {key: rows["3"][key] for key in expected} == pytest.approx(expected, rel=1e-5, abs=1e-5)
     assert rows["3"]["qk/symmetry/median"] < 0.999, "training must have moved something"
+    assert ("qk/update_symmetry/layer_00_head_01" in rows["3"]) == (engine == "ddp")
     history = read_history(tmp_path / "out")
     assert len(history) == 3 * LAYERS * (1 + 4), "one process writes the history"
 

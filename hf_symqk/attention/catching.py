@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import eager_mask
 
 
-__all__ = ["Logits", "catch_logits"]
+__all__ = ["Catcher", "Logits", "Product", "attention_implementation", "catch_logits"]
 
 _NAME = "hf_symqk_probe"
 _MATMUL = {torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.bmm, Tensor.mm, Tensor.__matmul__}
@@ -33,7 +33,7 @@ _TURNS = {
 _SIZES = (2, 3, 5, 7, 11, 13, 17, 19)  # dimensions that are told apart by their sizes
 _NORMS = {F.layer_norm, F.rms_norm}
 _ELLIPSIS = "αβγδεζηθ"  # labels of the dimensions that an equation leaves unnamed
-_CAUGHT: list["_Catcher"] = []
+_CAUGHT: list["Catcher"] = []
 
 
 class Logits(NamedTuple):
@@ -46,7 +46,7 @@ class Logits(NamedTuple):
     module: nn.Module | None
 
 
-class _Product(NamedTuple):
+class Product(NamedTuple):
     """A product on its way to a softmax, and which dimensions (from the last) count its queries and its keys."""
 
     logits: Logits
@@ -72,35 +72,40 @@ def catch_logits(model: nn.Module, *, norms: bool = True, inputs: tuple[Tensor, 
     Yields:
         `list[Logits]`: In the order in which they run.
     """
-    catcher = _Catcher(norms=norms, inputs=inputs)
+    catcher = Catcher(norms=norms, inputs=inputs)
     with ExitStack() as stack:
-        stack.enter_context(_interface(model))
+        AttentionInterface.register(_NAME, _attention)
+        AttentionMaskInterface.register(_NAME, eager_mask)
+        stack.enter_context(attention_implementation(model, _NAME))
         for module in model.modules():
-            stack.callback(module.register_forward_pre_hook(catcher.enter).remove)
-            stack.callback(module.register_forward_hook(catcher.leave).remove)
             if not norms and module is not model and _is_norm(module):
                 stack.enter_context(_gain_alone(module, inputs))
-        fastpath = torch.backends.mha.get_fastpath_enabled()
-        stack.callback(torch.backends.mha.set_fastpath_enabled, fastpath)
-        torch.backends.mha.set_fastpath_enabled(False)
         _CAUGHT.append(catcher)
         stack.callback(_CAUGHT.remove, catcher)
-        stack.enter_context(catcher)
+        stack.enter_context(catcher.watching(model))
         yield catcher.logits
 
 
 @contextmanager
-def _interface(model: nn.Module) -> Iterator[None]:
+def attention_implementation(model: nn.Module, name: str) -> Iterator[None]:
+    """
+    Switches every config of a model to one attention function, and back afterwards.
+
+    Args:
+        model (`torch.nn.Module`): The model.
+        name (`str`): Name of the function in Transformers' interface, or `"eager"`.
+
+    Yields:
+        `None`
+    """
     configs = {id(c): c for m in model.modules() if isinstance(c := getattr(m, "config", None), PreTrainedConfig)}
     for config in list(configs.values()):
-        parts = (getattr(config, name, None) for name in config.sub_configs)
+        parts = (getattr(config, part, None) for part in config.sub_configs)
         configs |= {id(part): part for part in parts if isinstance(part, PreTrainedConfig)}
     before = [(config, config._attn_implementation_internal) for config in configs.values()]
-    AttentionInterface.register(_NAME, _attention)
-    AttentionMaskInterface.register(_NAME, eager_mask)
     try:
         for config in configs.values():
-            config._attn_implementation_internal = _NAME
+            config._attn_implementation_internal = name
         yield
     finally:
         for config, implementation in before:
@@ -127,7 +132,7 @@ def _attention(
         return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
-class _Catcher(TorchFunctionMode):
+class Catcher(TorchFunctionMode):
     """Follows products of matrices until a softmax takes them."""
 
     def __init__(self, *, norms: bool, inputs: tuple[Tensor, ...]) -> None:
@@ -135,8 +140,29 @@ class _Catcher(TorchFunctionMode):
         self.norms, self.inputs = norms, inputs
         self.logits: list[Logits] = []
         self._modules: list[nn.Module] = []
-        self._products: dict[int, list[_Product]] = {}
+        self._products: dict[int, list[Product]] = {}
         self._alive: list[Tensor] = []  # or ids would be used again
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Inside, what a model computes passes here, and it is known which of its modules runs."""
+        with ExitStack() as stack:
+            for module in model.modules():
+                stack.callback(module.register_forward_pre_hook(self.enter).remove)
+                stack.callback(module.register_forward_hook(self.leave).remove)
+            fastpath = torch.backends.mha.get_fastpath_enabled()
+            stack.callback(torch.backends.mha.set_fastpath_enabled, fastpath)
+            torch.backends.mha.set_fastpath_enabled(False)
+            stack.enter_context(self)
+            yield
+
+    def made(self, product: Product, output: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """What goes on in the place of a product that was just computed."""
+        return output
+
+    def taken(self, product: Product, logits: Logits, tensor: Tensor) -> None:
+        """Notes a product that a softmax takes, inside `tensor`."""
+        self.logits.append(logits)
 
     def enter(self, module: nn.Module, args: Any) -> None:
         self._modules.append(module)
@@ -165,16 +191,18 @@ class _Catcher(TorchFunctionMode):
         output = func(*args, **kwargs)
         if func in _SOFTMAX:
             dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
-            for taken in self._products.get(id(args[0] if args else kwargs["input"]), []):
-                self.logits.append(_over_keys(taken, dim, output.ndim))
+            tensor = args[0] if args else kwargs["input"]
+            for product in self._products.get(id(tensor), []):
+                self.taken(product, _over_keys(product, dim, output.ndim), tensor)
             return output
         if func in _FORGETS:
             return output
-        product = self._product(func, args, kwargs)
-        if product is not None:
-            self._note(output, [product])
+        made = self._product(func, args, kwargs)
+        if made is not None:
+            output = self.made(made, output, kwargs)
+            self._note(output, [made])
             return output
-        followed: list[_Product] = []
+        followed: list[Product] = []
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
                 known = [product.logits for product in followed]
@@ -198,11 +226,11 @@ class _Catcher(TorchFunctionMode):
     def _module(self) -> nn.Module | None:
         return self._modules[-1] if self._modules else None
 
-    def _note(self, tensor: Tensor, products: list[_Product]) -> None:
+    def _note(self, tensor: Tensor, products: list[Product]) -> None:
         self._products[id(tensor)] = products
         self._alive.append(tensor)
 
-    def _product(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> _Product | None:
+    def _product(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Product | None:
         if func in _MATMUL:
             left, right = (*args, *kwargs.values())[:2]
         elif func in _BADDBMM:
@@ -215,9 +243,9 @@ class _Catcher(TorchFunctionMode):
             return None
         if left.ndim < 2 or right.ndim < 2:
             return None
-        return _Product(Logits(left, right.mT, None, "matmul", self._module))
+        return Product(Logits(left, right.mT, None, "matmul", self._module))
 
-    def _einsum(self, equation: Any, *operands: Any) -> _Product | None:
+    def _einsum(self, equation: Any, *operands: Any) -> Product | None:
         if not isinstance(equation, str):
             return None
         operands = tuple(operands[0]) if isinstance(operands[0], list | tuple) else operands
@@ -250,19 +278,19 @@ class _Catcher(TorchFunctionMode):
                     _size(tensor, own, summed),
                 )
             )
-        return _Product(Logits(tensors[0], tensors[1], None, "matmul", self._module), *axes)
+        return Product(Logits(tensors[0], tensors[1], None, "matmul", self._module), *axes)
 
 
-def _turned(product: _Product, func: Callable, args: tuple, kwargs: dict[str, Any]) -> _Product:
+def _turned(product: Product, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Product:
     """A product whose dimensions change places."""
     sizes = _SIZES[: args[0].ndim]
     with torch._C.DisableTorchFunction():
         turned = func(torch.empty(sizes, device="meta"), *args[1:], **kwargs).shape
     axes = (turned.index(sizes[axis]) - len(turned) for axis in product[1:])
-    return _Product(product.logits, *axes)
+    return Product(product.logits, *axes)
 
 
-def _over_keys(product: _Product, dim: Any, dimensions: int) -> Logits:
+def _over_keys(product: Product, dim: Any, dimensions: int) -> Logits:
     """Keys are what the softmax sums over, whichever side of the product they stood on."""
     logits = product.logits
     if isinstance(dim, int) and (dim if dim < 0 else dim - dimensions) == product.query_axis:

@@ -1,0 +1,178 @@
+"""`QKScoreCallback(gradients=True)` in a real Trainer: what is logged, and that the run does not notice."""
+
+import pickle
+
+import pytest
+import torch
+from tiny_training import scored_rows, tiny_trainer
+from torch.nn import functional as F
+from transformers import Trainer
+
+import hf_symqk
+from hf_symqk import QKScoreCallback, qk_updates
+
+
+class Watched(Trainer):
+    """Keeps what each step is given."""
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        self.seen = dict(inputs)
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+def losses(trainer: Trainer) -> list[tuple[int, float, float]]:
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}, {"eval_strategy": "steps", "eval_steps": 2}],
+)
+def test_the_run_does_not_notice(arguments, tmp_path):
+    """With dropout in the model: same losses, same gradient norms, same weights, same random state, no row more."""
+    trainer = tiny_trainer(tmp_path / "with", [QKScoreCallback(gradients=True)], **arguments)
+    trainer.train()
+    state = torch.get_rng_state()
+    plain = tiny_trainer(tmp_path / "without", [QKScoreCallback()], **arguments)
+    plain.train()
+    assert torch.equal(state, torch.get_rng_state())
+    assert losses(trainer) == losses(plain)
+    for one, other in zip(trainer.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    rows = [scored_rows(one) for one in (trainer, plain)]
+    assert len(trainer.state.log_history) == len(plain.state.log_history)
+    assert rows[0].keys() == rows[1].keys()
+    for step, row in rows[0].items():
+        assert ("qk/update_symmetry/median" in row) == (step > 0), "before the first step there is no batch"
+        rest = {key: value for key, value in row.items() if "update_" not in key and "runtime" not in key}
+        assert {key: rows[1][step][key] for key in rest if key.startswith("qk/")} == {
+            key: value for key, value in rest.items() if key.startswith("qk/")
+        }
+
+
+def test_what_is_logged_is_the_update_of_the_last_batch(tmp_path):
+    """Of its first sequences, by the weights after the step; heads, layers, γ and prefix as for the scores."""
+    callback = QKScoreCallback(gradients=3, heads=True, layers=[1], gamma=0.5, prefix="w")
+    trainer = tiny_trainer(tmp_path, [callback], trainer_class=Watched)
+    trainer.train()
+    batch = {name: value[:3] for name, value in trainer.seen.items()}
+    expected = qk_updates(trainer.model, batch, layers=[1]).scores(gamma=0.5)
+    (layer,), (found,) = expected.layers, callback.update_scores.layers
+    assert found.head_symmetry == pytest.approx(layer.head_symmetry, abs=1e-6)
+    row = scored_rows(trainer, "w")[6]
+    assert row["w/update_symmetry/layer_01"] == pytest.approx(layer.symmetry, abs=1e-6)
+    assert row["w/update_directionality/layer_01_head_03"] == pytest.approx(layer.head_directionality[3], abs=1e-6)
+    assert row["w/update_directionality/median"] == row["w/update_directionality/layer_01"]
+    assert not any(other.startswith(f"{key}/") for key in row for other in row), "no key is the folder of another"
+
+
+def test_the_console_shows_medians_alone(tmp_path, capsys):
+    """As of the scores: values of single layers are for trackers and files."""
+    tiny_trainer(tmp_path, [QKScoreCallback(gradients=True)], max_steps=2).train()
+    shown = capsys.readouterr().out
+    assert "qk/update_symmetry/median" in shown
+    assert "qk/update_symmetry/layer_00" not in shown
+
+
+def test_the_loss_is_the_trainers(tmp_path):
+    """Label smoothing and loss functions take the labels out of what the model gets."""
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        return (outputs.logits.flatten(0, 1).square().mean(-1) * labels.flatten()).mean()
+
+    class Own(Watched):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, compute_loss_func=loss, **kwargs)
+
+    callback = QKScoreCallback(gradients=True)
+    trainer = tiny_trainer(tmp_path, [callback], trainer_class=Own)
+    trainer.train()
+    expected = qk_updates(trainer.model, trainer.seen, loss=lambda outputs, batch: loss(outputs, batch["labels"]))
+    for found, layer in zip(callback.update_scores.layers, expected.scores().layers, strict=True):
+        assert found.symmetry == pytest.approx(layer.symmetry, abs=1e-5)
+
+    smooth = tiny_trainer(tmp_path, [callback], trainer_class=Watched, label_smoothing_factor=0.3)
+    smooth.train()
+
+    def smoothed(outputs, batch):
+        return F.cross_entropy(outputs.logits.flatten(0, 1), batch["labels"].flatten(), label_smoothing=0.3)
+
+    expected = qk_updates(smooth.model, smooth.seen, loss=smoothed)
+    for found, layer in zip(callback.update_scores.layers, expected.scores().layers, strict=True):
+        assert found.symmetry == pytest.approx(layer.symmetry, abs=1e-5)
+
+
+def test_a_loss_that_logs_is_not_heard(tmp_path):
+    """No event arises from computing a loss once more."""
+
+    class Logs(Trainer):
+        def compute_loss(self, *args, **kwargs):
+            self.log({"inside": 0.0})
+            return super().compute_loss(*args, **kwargs)
+
+    trainers = [
+        tiny_trainer(tmp_path, [QKScoreCallback(gradients=asked)], trainer_class=Logs) for asked in (True, False)
+    ]
+    for trainer in trainers:
+        trainer.train()
+    counts = [sum("inside" in row for row in trainer.state.log_history) for trainer in trainers]
+    assert counts[0] == counts[1] > 0
+    assert "qk/update_symmetry/median" in scored_rows(trainers[0])[6]
+
+
+class Fails(Trainer):
+    """A loss that cannot be had outside of training."""
+
+    def compute_loss(self, model, *args, **kwargs):
+        if not model.training:
+            raise RuntimeError("only in training")
+        return super().compute_loss(model, *args, **kwargs)
+
+
+def test_what_goes_wrong_is_said_once_and_training_goes_on(tmp_path, caplog):
+    """The scores of W_qk stand; with `strict` it is an error."""
+    trainer = tiny_trainer(tmp_path, [QKScoreCallback(gradients=True)], trainer_class=Fails)
+    trainer.train()
+    assert trainer.state.global_step == 6
+    assert list(scored_rows(trainer)) == [0, 2, 4, 6]
+    assert not any("update_" in key for row in scored_rows(trainer).values() for key in row)
+    assert (
+        sum("the updates of W_qk: RuntimeError: only in training" in record.getMessage() for record in caplog.records)
+        == 1
+    )
+    strict = tiny_trainer(tmp_path, [QKScoreCallback(gradients=True, strict=True)], trainer_class=Fails)
+    with pytest.raises(RuntimeError, match="only in training"):
+        strict.train()
+
+
+def test_the_hook_is_taken_out_with_the_others(tmp_path, caplog):
+    """`unregister()` restores the Trainer; without the hook no batch is seen, which is said."""
+    callback = QKScoreCallback(gradients=True)
+    trainer = tiny_trainer(tmp_path, [callback])
+    hooked = Trainer.__dict__["training_step"]
+    hf_symqk.unregister()
+    try:
+        assert Trainer.__dict__["training_step"] is not hooked
+        assert Trainer.__dict__["training_step"].__module__ == "transformers.trainer"
+        trainer.train()
+    finally:
+        hf_symqk.register()
+    assert sum("no training step was seen" in record.getMessage() for record in caplog.records) == 1
+    assert not any("update_" in key for row in scored_rows(trainer).values() for key in row)
+
+
+def test_nothing_is_held_after_the_run(tmp_path):
+    """Neither the last batch nor the Trainer, in the callback or in a copy of it."""
+    callback = QKScoreCallback(gradients=True)
+    trainer = tiny_trainer(tmp_path, [callback], max_steps=2)
+    trainer.train()
+    assert callback._batch is None
+    callback.on_batch(trainer, {"input_ids": torch.ones(1, 1)}, None)
+    assert pickle.loads(pickle.dumps(callback))._batch is None
+
+
+@pytest.mark.parametrize("gradients", [-1, "yes", 0.5])
+def test_options_that_cannot_be_meant(gradients):
+    """Refused where they are written."""
+    with pytest.raises(ValueError, match="`gradients` must be True, False or a number of sequences"):
+        QKScoreCallback(gradients=gradients)
