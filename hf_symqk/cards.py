@@ -181,5 +181,5 @@ def _score_table(path: Path) -> tuple[list[str], list[list[str]]]:
     if not path.is_file():
         return [], []
     table = pd.read_csv(path, dtype={"layer": str, "stack": str}, keep_default_na=False, na_values=["nan"])
-    rows = [[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in table.to_numpy()]
+    rows = [[f"{round(cell, 3) + 0:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in table.to_numpy()]
     return [column.replace("_", " ") for column in table.columns], rows

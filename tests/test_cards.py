@@ -44,7 +44,7 @@ def run(tmp_path: Path) -> Path:
     folder = tmp_path / "my-run"
     folder.mkdir()
     (folder / RECORD).write_text(json.dumps(FINISHED))
-    table = "layer,symmetry_first,symmetry_last\n00,1.0,0.0964\nmedian,1.0,nan\n"
+    table = "layer,symmetry_first,symmetry_last\n00,1.0,0.0964\n01,-0.0001,0.5\nmedian,1.0,nan\n"
     (folder / SCORES_TABLE).write_text(table)
     return folder
 
@@ -74,6 +74,7 @@ def test_text(run: Path) -> None:
     assert 'accelerate launch recipes/mlm.py --qk_init \'{"scheme": "symmetric", "layers": [0]}\' --seed 3' in text
     assert '`{"scheme": "symmetric", "layers": [0]}`' in text
     assert "| 00 | 1.000 | 0.096 |" in text
+    assert "| 01 | 0.000 | 0.500 |" in text, "what rounds to zero has no sign"
     assert "| median | 1.000 | nan |" in text
     assert "| held-out loss | 3.51 |" in text
     assert f"`{'ab' * 32}`" in text

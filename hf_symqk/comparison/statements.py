@@ -51,7 +51,8 @@ def make_statements(
             "on the losses reported here, for both arms alike."
         )
         lines += _edges(summaries)
-    if any(one.learned is None for one in summaries) and any(one.held_out is not None for one in summaries):
+    unknown = any(one.learned is None and one.held_out is not None for one in summaries)
+    if unknown and not any(contrast.metrics for contrast in contrasts):  # an accuracy says it by itself
         lines.append("Whether the runs learned more than the tokens' frequencies is not known: no unigram entropy.")
     return lines + _speed_up_statements(contrasts, window)
 

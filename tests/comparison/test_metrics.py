@@ -58,6 +58,7 @@ def test_the_loss_alone_is_tested(folder):
     """Six seeds agree in accuracy, but the losses are equal: the verdict is on the loss, whose p is corrected for no
     metric, and the report says which outcome is which."""
     (contrast,) = (comparison := compare_runs([folder])).contrasts
+    assert not any("unigram" in line for line in comparison.notes), "accuracy says whether something was learned"
     assert contrast.tested == "held-out loss"
     assert (contrast.p, contrast.p_corrected, contrast.p_smallest) == (1.0, 1.0, 2**-5)
     assert contrast.verdict == "no evidence of a difference"
