@@ -37,7 +37,7 @@ def test_keeping_loses_nothing_that_is_compared(tmp_path):
     keep(EXPERIMENTS / "vision", source)
     run = next((source / "runs").iterdir())
     state = json.loads((run / "trainer_state.json").read_text())
-    more = {"grad_norm": 1.0, "qk/symmetry/layer_00": 0.5, "eval_runtime": 2.0}
+    more = {"grad_norm": 1.0, "qk/symmetry/layer_00": 0.5, "eval_runtime": 2.0, "eval_model_preparation_time": 0.1}
     state["log_history"][0] |= more
     state["log_history"].append({"step": 7, "epoch": 1.0, **more})
     (run / "trainer_state.json").write_text(json.dumps({**state, "best_metric": None}))
@@ -52,6 +52,15 @@ def test_keeping_loses_nothing_that_is_compared(tmp_path):
         "run.json",
         "trainer_state.json",
     ]
+    # Runs that compare.py adds to a folder of kept ones are cut where they are.
+    assert keep(source, source) == names
+    assert (source / "runs" / run.name / "trainer_state.json").read_text() == (
+        tmp_path / "kept" / "runs" / run.name / "trainer_state.json"
+    ).read_text()
+    without = tmp_path / "without"
+    (without / "runs").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match="has no comparison"):
+        keep(without, tmp_path / "kept")
     for name in names:
         for file in ("run.json", "trainer_state.json"):
             kept = tmp_path / "kept" / "runs" / name / file
