@@ -15,6 +15,8 @@ EXPERIMENTS = ROOT / "recipes" / "experiments"
 KEPT = sorted(path.name for path in EXPERIMENTS.iterdir() if (path / "runs").is_dir())
 
 sys.path.insert(0, str(EXPERIMENTS))
+import itertools
+
 from keep import keep  # noqa: E402
 
 
@@ -23,12 +25,20 @@ def test_there_are_some():
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_report_is_that_of_the_runs(name, tmp_path):
-    """Tables and JSON come out of the kept runs again, digit by digit, and the page shows that table."""
-    write_comparison(compare_runs([EXPERIMENTS / name / "runs"], baseline="none"), tmp_path, figure=False)
+def test_report_is_that_of_the_runs(name, tmp_path, monkeypatch):
+    """Tables and JSON come out of the kept runs again, digit by digit, and the page shows the tables."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).symlink_to(EXPERIMENTS / name)
+    monkeypatch.chdir(tmp_path)  # runs are called as they were when they were made
+    written = write_comparison(compare_runs([Path("out", name, "runs")], baseline="none"), "again", figure=False)
     kept = EXPERIMENTS / name / "comparison"
-    for file in sorted(tmp_path.iterdir()):
+    for file in written:
         assert file.read_text() == (kept / file.name).read_text(), file.name
+    page = (ROOT / "recipes" / "README.md").read_text()
+    blocks = (kept / "comparison.md").read_text().split("\n\n")
+    for title, table in itertools.pairwise(blocks):
+        if title.startswith(("**Final loss", "**Differences, ", "**Final held-out", "**Differences in held-out")):
+            assert table.strip() in page, title
 
 
 def test_keeping_loses_nothing_that_is_compared(tmp_path):
