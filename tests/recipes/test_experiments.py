@@ -1,5 +1,6 @@
 """The experiments that are kept: what is printed of them is what their runs say."""
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -15,8 +16,6 @@ EXPERIMENTS = ROOT / "recipes" / "experiments"
 KEPT = sorted(path.name for path in EXPERIMENTS.iterdir() if (path / "runs").is_dir())
 
 sys.path.insert(0, str(EXPERIMENTS))
-import itertools
-
 from keep import keep  # noqa: E402
 
 
