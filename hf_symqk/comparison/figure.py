@@ -41,8 +41,8 @@ _SHOWN_FROM = 0.05
 def draw_comparison(comparison: Comparison) -> Figure:
     """
     Draws the runs of a comparison, each arm at its own best rate. A line is the mean over seeds, a band goes from the
-    lowest to the highest (of many arms, only the baseline has one), a dotted line is what the baseline ends at. Axes of
-    loss leave out the first steps, where it falls from its start.
+    lowest to the highest (of many arms, only the baseline has one), a dotted line is what the baseline ends at. Axes
+    of loss leave out the first steps, where it falls from its start.
 
     Args:
         comparison ([`Comparison`]): What [`compare_runs`] returned.
