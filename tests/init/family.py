@@ -1,16 +1,19 @@
 """The members of the family that the tests go through, and the logits of a model's own forward pass."""
 
+import copy
 from typing import Any
 
+import pytest
 import torch
+from architectures import BY_NAME
 from torch import Tensor, nn
 from transformers import AttentionInterface, BertConfig, BertModel, PreTrainedModel
 
-from hf_symqk import find_attention_layers
+from hf_symqk import apply_qk_init, find_attention_layers
 from hf_symqk.attention import AttentionLayer
 
 
-__all__ = ["MEMBERS", "PER_HEAD", "attention_layer", "dense_heads", "drawn_bert", "logits"]
+__all__ = ["MEMBERS", "PER_HEAD", "attention_layer", "check_refusal", "dense_heads", "drawn_bert", "logits"]
 
 MEMBERS: dict[str, Any] = {
     "half": {"symmetry": 0.5},
@@ -50,6 +53,18 @@ def drawn_bert(draw: str = "normal", seed: int = 0, **values: Any) -> BertModel:
 def attention_layer(model: nn.Module, index: int = 0) -> AttentionLayer:
     """One of the model's self-attention layers."""
     return [layer for layer in find_attention_layers(model) if layer.kind == "self"][index]
+
+
+def check_refusal(name: str, qk_init: Any, message: str) -> None:
+    """An option is refused at construction and on a finished model, whose weights and config stay as they are."""
+    with pytest.raises(ValueError, match=message):
+        BY_NAME[name].build(qk_init=qk_init)
+    model = BY_NAME[name].build()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        apply_qk_init(model, qk_init)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert model.config.qk_init is None
 
 
 def dense_heads(model: nn.Module, index: int = 0) -> Tensor:

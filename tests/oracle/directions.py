@@ -5,12 +5,9 @@ attention module, and the outputs that change with it are those of the tokens th
     python -m oracle.directions --output directions.jsonl            # from the folder `tests`
 """
 
-import argparse
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +17,10 @@ from transformers import PreTrainedModel
 from hf_symqk.attention import AttentionLayer, survey_attention
 from hf_symqk.attention.calling import Call, Rerun
 
-from . import report
+from . import census
 from .building import NoModelError, build, shake
 from .comparing import _run
-from .configs import LEVELS, model_types
+from .configs import LEVELS
 
 
 __all__ = ["Direction", "directions", "examine"]
@@ -199,18 +196,5 @@ def _examine(model_type: str, level: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--types", nargs="*")
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--seconds", type=int, default=60, help="processor time of one type")
-    arguments = parser.parse_args()
-    with mock.patch.object(report, "examine", examine):
-        done = report.read(arguments.output)
-        types = arguments.types or [name for name in model_types() if name not in done]
-        report.run(types, arguments.output, arguments.seconds, arguments.workers)
-
-
 if __name__ == "__main__":
-    main()
+    census.take(examine, __doc__)

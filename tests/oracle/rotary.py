@@ -8,14 +8,11 @@ channels `R_pᵀ S_s` mixes is what counts, in the order of the rows of W_q, wha
     python -m oracle.rotary --output rotary.jsonl            # from the folder `tests`
 """
 
-import argparse
 import inspect
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -25,10 +22,10 @@ from hf_symqk.attention import AttentionLayer, channel_pairs, survey_attention
 from hf_symqk.attention.calling import _POSITIONS, Call, Rerun
 from hf_symqk.attention.responding import SIDES, Side, Stream, _aligned
 
-from . import report
+from . import census
 from .building import NoModelError
 from .comparing import _direct_calls, _run
-from .configs import LEVELS, model_types
+from .configs import LEVELS
 from .rotating import reach, small_model
 
 
@@ -354,18 +351,5 @@ def _examine(model_type: str, level: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--types", nargs="*")
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--seconds", type=int, default=60, help="processor time of one type")
-    arguments = parser.parse_args()
-    with mock.patch.object(report, "examine", examine):
-        done = report.read(arguments.output)
-        types = arguments.types or [name for name in model_types() if name not in done]
-        report.run(types, arguments.output, arguments.seconds, arguments.workers)
-
-
 if __name__ == "__main__":
-    main()
+    census.take(examine, __doc__)
