@@ -72,7 +72,9 @@ class QKScoreCallback(TrainerCallback):
             sequences or as many as the number says, by the weights after that step, without dropout. Not before the
             first step, which has no batch. It takes one forward and backward pass over these sequences with eager
             attention, for which the Trainer's `compute_loss` is called once more; nothing of it reaches the run.
-            Under engines that shard there is no such pass.
+            Under engines that shard there is no such pass. Among several processes rank 0 runs it alone, so only for
+            a loss that waits for no other: Transformers' own, or that of a Trainer whose class says
+            `measures_alone = True`; else training goes on without.
         strict (`bool`, *optional*, defaults to `False`):
             Raises what goes wrong in a measurement, after every rank has come through it.
         spectral (`bool`, *optional*, defaults to `False`):

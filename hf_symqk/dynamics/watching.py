@@ -62,15 +62,39 @@ class LastBatch:
             `torch.Tensor`: In the graph of the forward pass.
 
         Raises:
-            ValueError: if the Trainer is gone.
+            ValueError: if the Trainer is gone, or one of several whose loss may wait for the others.
         """
         trainer = self._trainer()
         if trainer is None:
             raise ValueError("The Trainer whose batch it was is gone.")
+        if trainer.args.world_size > 1 and not _measures_alone(trainer):
+            raise ValueError(
+                f"One of {trainer.args.world_size} processes would compute the loss of {type(trainer).__name__} "
+                "alone, which has a `compute_loss` or `compute_loss_func` of its own; did that meet the other "
+                "processes, it would wait for ever. If it does not, say so with a class attribute "
+                "`measures_alone = True`."
+            )
         with _unheard(trainer):
             inputs = trainer._prepare_inputs(self.sequences(number))
             loss = trainer.compute_loss(model, inputs, num_items_in_batch=self.num_items)
         return loss[0] if isinstance(loss, tuple) else loss
+
+
+def _measures_alone(trainer: "Trainer") -> bool:
+    """
+    Whether a Trainer's loss is known to need no other process: Transformers' own does not, and a class may say it of
+    its loss by `measures_alone`, for itself and for subclasses that leave the loss as it is.
+    """
+    from transformers import Trainer
+
+    if "compute_loss" in vars(trainer):
+        return False
+    for one in type(trainer).__mro__:
+        if "measures_alone" in vars(one):
+            return bool(vars(one)["measures_alone"])
+        if "compute_loss" in vars(one):
+            return one is Trainer and trainer.compute_loss_func is None
+    return False
 
 
 @contextmanager

@@ -4,12 +4,16 @@ import pickle
 
 import pytest
 import torch
+from example_weighted import ExampleWeightedTrainer
 from tiny_training import scored_rows, tiny_trainer
+from token_weighted import TokenWeightedTrainer
 from torch.nn import functional as F
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 import hf_symqk
 from hf_symqk import QKScoreCallback, qk_updates
+from hf_symqk.dynamics import LastBatch
+from hf_symqk.dynamics.watching import _measures_alone
 
 
 class Watched(Trainer):
@@ -143,6 +147,62 @@ def test_what_goes_wrong_is_said_once_and_training_goes_on(tmp_path, caplog):
     strict = tiny_trainer(tmp_path, [QKScoreCallback(gradients=True, strict=True)], trainer_class=Fails)
     with pytest.raises(RuntimeError, match="only in training"):
         strict.train()
+
+
+class Own(Trainer):
+    """A loss that nobody knows."""
+
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+class Declared(Own):
+    measures_alone = True
+
+
+class DeclaredBefore(Declared):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "measured"),
+    [
+        (Trainer, True),
+        (Watched, True),
+        (Own, False),
+        (Declared, True),
+        (type("Heir", (Declared,), {}), True),
+        (DeclaredBefore, False),
+    ],
+)
+def test_no_loss_that_may_wait_is_computed_alone(trainer_class, measured, tmp_path, caplog, monkeypatch):
+    """What is said of a loss does not hold for that of a subclass. Said once, and training goes on."""
+    callback = QKScoreCallback(gradients=True)
+    trainer = tiny_trainer(tmp_path, [callback], trainer_class=trainer_class)
+    trainer.train()
+    batch = LastBatch(trainer, dict(zip(("input_ids", "labels"), 2 * [torch.ones(1, 4, dtype=int)], strict=True)))
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    callback._batch = batch
+    values = {}
+    for _ in range(2):
+        callback._guard("the updates", callback._measure_updates, trainer.model, values)
+    assert any("update_" in key for key in values) == measured
+    said = [record.getMessage() for record in caplog.records if "`measures_alone = True`" in record.getMessage()]
+    assert len(said) == (not measured)
+
+
+def test_a_loss_function_may_wait_as_well(tmp_path):
+    """So it needs the same word; and a loss that was put into one Trainer is not the class's."""
+    trainer = tiny_trainer(tmp_path, [])
+    assert _measures_alone(trainer)
+    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: outputs.loss
+    assert not _measures_alone(trainer)
+    trainer.compute_loss_func = None
+    trainer.compute_loss = trainer.compute_loss
+    assert not _measures_alone(trainer)
+    assert TokenWeightedTrainer.measures_alone
+    assert ExampleWeightedTrainer.measures_alone
 
 
 def test_the_hook_is_taken_out_with_the_others(tmp_path, caplog):
