@@ -17,6 +17,7 @@ from transformers.masking_utils import eager_mask
 
 import hf_symqk
 from hf_symqk import find_attention_layers, qk_updates
+from hf_symqk.attention.tapping import tap_logits
 
 
 TOKENS = torch.randint(5, VOCAB, (3, 7), generator=torch.Generator().manual_seed(1))
@@ -476,7 +477,13 @@ def last(outputs, batch):
             lambda: build("bert", "AutoModelForMaskedLM"),
             MASKED_LM,
             {"memory_gib": 1e-6},
-            "take .* GiB, more than `memory_gib`",
+            "attention logits of a batch.* take .* more than `memory_gib`",
+        ),
+        (  # more than the logits: 5 · 8 bytes · 3 sequences · 4 heads · 7 · 7 tokens · 3 layers
+            lambda: build("bert", "AutoModelForMaskedLM"),
+            MASKED_LM,
+            {"memory_gib": 80_000 / 2**30},
+            "updates of .* layers up to .* take .* GiB beside .* of attention logits; .* more than `memory_gib`",
         ),
     ],
 )
@@ -486,6 +493,30 @@ def test_refusals(make, batch, options, message):
         batch, options = {"hidden": torch.randn(2, 4, 16)}, {"loss": last}
     with pytest.raises(ValueError, match=message):
         qk_updates(make(), batch, **options)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_logits_are_counted_before_they_are_there(name, attention):
+    """The limit is met by the product that would pass it: no product of that size is made."""
+    auto_class, batch = ("AutoModelForMaskedLM", MASKED_LM) if name == "bert" else ("AutoModelForCausalLM", CAUSAL_LM)
+    model = build(name, auto_class, attn_implementation=attention)
+    layers = len(find_attention_layers(model))
+    heads = model.config.num_attention_heads
+    a_layer = 5 * 8 * 3 * heads * 7 * 7  # 5 numbers of 8 bytes
+    asked: list[int] = []
+    with tap_logits(model.eval(), [], asked.append), torch.enable_grad():
+        model(**batch)
+    assert max(asked) == layers * a_layer
+    assert asked[0] == a_layer
+
+    def limit(size: int) -> None:
+        if size > a_layer:
+            raise MemoryError
+
+    with pytest.raises(MemoryError), tap_logits(model, [], limit) as taps, torch.enable_grad():
+        model(**batch)
+    assert len(taps.logits) == 1
 
 
 def test_public_names():
