@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .labels import check_labels
+
 
 if TYPE_CHECKING:  # a slow import, which only those pay who train with it
     from transformers import Trainer
@@ -75,7 +77,8 @@ class LastBatch:
             `torch.Tensor`: In the graph of the forward pass.
 
         Raises:
-            ValueError: if the Trainer is gone, or one of several whose loss may wait for the others.
+            ValueError: if nothing is predicted in them; if the Trainer is gone, or one of several whose loss may wait
+                for the others.
         """
         trainer = self._trainer()
         if trainer is None:
@@ -89,6 +92,7 @@ class LastBatch:
             )
         with _left_as_it_was(trainer), _unheard(trainer):
             inputs = trainer._prepare_inputs(self.sequences(number))
+            check_labels(inputs)
             # What the step divides by counts all accumulated batches of all processes; here a mean is a mean of these.
             items = None if self.num_items is None else _count_items(trainer, inputs)
             loss = trainer.compute_loss(model, inputs, num_items_in_batch=items)
@@ -101,7 +105,7 @@ def _first(value: Any, number: int, there: int, name: str) -> Any:
         # Positions of several kinds (time, height, width) stand before the sequences: (3, B, N).
         several = value.ndim == 3 and (name.endswith("position_ids") or value.shape[0] != there)
         if several and value.shape[1] == there:
-            return value[:, :number]
+            return value[:, :number].contiguous()
         if value.ndim and value.shape[0] == there:
             return value[:number]
         if value.numel() == 1:  # one number for all

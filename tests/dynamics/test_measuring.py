@@ -495,6 +495,70 @@ def test_refusals(make, batch, options, message):
         qk_updates(make(), batch, **options)
 
 
+BERT = ("bert", "AutoModelForMaskedLM", MASKED_LM)
+LLAMA = ("llama", "AutoModelForCausalLM", CAUSAL_LM)
+T5 = ("t5", "AutoModelForSeq2SeqLM", SEQUENCES)
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "message"),
+    [
+        (BERT, {"layers": []}, r"`layers` = \[\] asks for no layer"),
+        *((BERT, {"offset": offset}, "`offset` must be a whole number") for offset in (True, 1.0, "1")),
+        (BERT, {"offset": 7}, r"`offset` = 7: no sequence is long enough for two tokens of 'bert\.encoder"),
+        (BERT, {"offset": -7}, "`offset` = -7: no sequence is long enough"),
+        (LLAMA, {"offset": 1}, r"'model\.layers\.0\.self_attn' is causal, no token sees one that comes after"),
+        (T5, {"offset": 0, "attention": "cross"}, "is cross-attention, whose queries and keys stand in two"),
+        (BERT, {"loss": 3}, "`loss` must be a function of outputs and batch, got 3"),
+    ],
+)
+def test_options_that_cannot_be_meant(case, options, message):
+    """Zeros would be measured, or something else than was asked for."""
+    name, auto_class, batch = case
+    with pytest.raises(ValueError, match=message):
+        qk_updates(build(name, auto_class), batch, **options)
+
+
+def test_offsets_that_some_batches_are_too_short_for():
+    """The longest distances are measured where they are; short batches beside add nothing."""
+    model = build("bert", "AutoModelForMaskedLM")
+    short = {name: value[:, :3].contiguous() for name, value in (MASKED_LM | {"labels": TOKENS}).items()}
+    found = qk_updates(model, [MASKED_LM, short], offset=-6).layers[0].form.to_dense()
+    alone = qk_updates(model, MASKED_LM, offset=-6).layers[0].form.to_dense()
+    assert alone.abs().max() > 0
+    assert torch.allclose(found, alone)
+
+
+@pytest.mark.parametrize(("name", "auto_class", "batch"), [BERT, LLAMA])
+def test_nothing_to_predict(name, auto_class, batch):
+    """All labels left out, or all that a causal loss looks at."""
+    model = build(name, auto_class)
+    with pytest.raises(ValueError, match="All 21 labels of the batch are -100: nothing is predicted"):
+        qk_updates(model, {**batch, "labels": torch.full_like(TOKENS, -100)})
+    if name == "llama":
+        first = torch.full_like(TOKENS, -100)
+        first[:, 0] = 5
+        with pytest.raises(ValueError, match=r"The loss is nan.* No weight .* not finite was found; .*\(all -100\)"):
+            qk_updates(model, {**batch, "labels": first})
+
+
+def test_weights_that_are_not_finite():
+    """By name, and not as if other tokens reached the queries; also where the loss does not see them."""
+    model = build("bert", "AutoModelForMaskedLM")
+    query = model.bert.encoder.layer[1].attention.self.query
+    query.weight.data[0, 0] = torch.nan
+    with pytest.raises(
+        ValueError, match=r"The weight 'bert\.encoder\.layer\.1\.attention\.self\.query\.weight' is not"
+    ):
+        qk_updates(model, MASKED_LM)
+    with pytest.raises(ValueError, match="has no update of W_qk: its queries are not all finite numbers"):
+        qk_updates(
+            model,
+            {**MASKED_LM, "output_hidden_states": True},
+            loss=lambda outputs, batch: outputs.hidden_states[1].square().sum(),
+        )
+
+
 @pytest.mark.parametrize("name", ["bert", "llama"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_logits_are_counted_before_they_are_there(name, attention):

@@ -307,6 +307,23 @@ def test_out_of_memory_once(raised, tmp_path, caplog):
     assert callback.update_scores is None
 
 
+def test_a_batch_in_which_nothing_is_predicted(tmp_path, caplog):
+    """Of the sequences that are measured, which may be fewer than the batch has."""
+
+    class Unlabelled(Trainer):
+        def _prepare_inputs(self, inputs):
+            inputs = super()._prepare_inputs(inputs)
+            return {**inputs, "labels": torch.cat([inputs["labels"][:2] * 0 - 100, inputs["labels"][2:]])}
+
+    callback = QKScoreCallback(gradients=2)
+    trainer = tiny_trainer(tmp_path, [callback], trainer_class=Unlabelled)
+    trainer.train()
+    said = [record.getMessage() for record in caplog.records if "the updates of W_qk" in record.getMessage()]
+    assert len(said) == 1
+    assert "All 14 labels of the batch are -100" in said[0]
+    assert callback.update_scores is None
+
+
 def test_scores_of_an_earlier_step_do_not_stay(tmp_path):
     """After a measurement that failed there are no scores, not those of the last one that did not."""
 
