@@ -72,7 +72,11 @@ class QKScoreCallback(TrainerCallback):
             `qk/update_directionality/layer_00`, …: that of the last batch that rank 0 was trained on, of its first 8
             sequences or as many as the number says, by the weights after that step, without dropout. Not before the
             first step, which has no batch. It takes one forward and backward pass over these sequences with eager
-            attention, for which the Trainer's `compute_loss` is called once more; nothing of it reaches the run.
+            attention, for which the Trainer's `compute_loss` is called once more, as if they were a whole step (a mean
+            is over their items alone, so that norms do not depend on batch size or accumulation). Nothing of it
+            reaches the run; what the Trainer keeps of losses, in its attributes and in tensors, lists, sets and
+            mappings there, is put back. A batch that has something without an entry a sequence is not cut: give at
+            least its number of sequences.
             Under engines that shard there is no such pass. Among several processes rank 0 runs it alone, so only for
             a loss that waits for no other: Transformers' own, or that of a Trainer whose class says
             `measures_alone = True`; else training goes on without.

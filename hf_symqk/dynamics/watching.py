@@ -166,7 +166,14 @@ def _left_as_it_was(trainer: "Trainer") -> Iterator[None]:
 
 def _held(value: Any, seen: dict[int, Any]) -> list[tuple[Any, Any]]:
     """Tensors and containers with a copy of each; of mappings, which nest metrics by name, also what is inside."""
-    if id(value) in seen or not isinstance(value, Tensor | dict | list | set | deque):
+    from transformers.utils import ModelOutput
+
+    # Outputs that are kept are replaced by new ones, and refuse to be changed.
+    if (
+        id(value) in seen
+        or isinstance(value, ModelOutput)
+        or not isinstance(value, Tensor | dict | list | set | deque)
+    ):
         return []
     seen[id(value)] = value
     if isinstance(value, Tensor):

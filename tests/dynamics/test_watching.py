@@ -163,7 +163,7 @@ class Remembers(Trainer):
         self.metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        loss, self.outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         value = loss.item()
         self.losses.append(value)
         self.last.append(value)
@@ -177,6 +177,7 @@ class Remembers(Trainer):
 
     def memory(self):
         held = self.losses, list(self.last), self.steps, self.total.item(), self.number, self.newest
+        assert self.outputs.loss.item() == self.newest
         return (*held, {name: dict(kept) for name, kept in self.metrics.items()})
 
 
