@@ -1,5 +1,6 @@
 """Which of the values that an evaluation logs say how good a model is."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,10 +12,13 @@ HELD_OUT_LOSS = f"{_PREFIX}loss"
 
 # What the recipes log of the held-out set itself: how much it is, and what needs no model.
 _OF_THE_DATA = frozenset(
-    {"epoch", "examples", "majority_accuracy", "predicted_tokens", "samples", "unigram_entropy", "variance"}
+    {
+        *("epoch", "examples", "majority_accuracy", "num_tokens", "predicted_tokens", "samples", "steps"),
+        *("unigram_entropy", "variance"),
+    }
 )
-# How long it took, as `Trainer` logs it, for each of several held-out sets too.
-_OF_THE_MACHINE = ("runtime", "_per_second", "_time")
+# How long it took and how much memory, as `Trainer` logs it.
+_OF_THE_MACHINE = re.compile(r"(?:.*_)?(?:runtime|per_second|time)|(?:.*_)?mem_(?:cpu|gpu)_.*|before_init_mem_.*")
 
 
 def held_out_metric(key: str) -> str | None:
@@ -36,7 +40,9 @@ def held_out_metric(key: str) -> str | None:
     ```
     """
     name = key.removeprefix(_PREFIX)
-    return None if name == key or name in _OF_THE_DATA or name.endswith(_OF_THE_MACHINE) else name
+    # Of several held-out sets, each value carries the name of its set in front.
+    of_the_data = any(name == other or name.endswith(f"_{other}") for other in _OF_THE_DATA)
+    return None if name == key or of_the_data or _OF_THE_MACHINE.fullmatch(name) else name
 
 
 def held_out_results(metrics: Mapping[str, Any]) -> dict[str, float]:

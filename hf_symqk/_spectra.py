@@ -36,8 +36,12 @@ def singular_values(left: Tensor, right: Tensor) -> Tensor:
     return _of_finite(small, torch.linalg.svdvals)
 
 
-def positivity(eigenvalues: Tensor) -> Tensor:
-    return quotient(eigenvalues.real.sum(-1), eigenvalues.abs().sum(-1))
+def positivity(eigenvalues: Tensor, singular_values: Tensor) -> Tensor:
+    total = eigenvalues.abs().sum(-1)
+    # Where all eigenvalues are 0 (rows and columns of W are orthogonal), what is left of them is rounding.
+    size = singular_values.square().sum(-1).sqrt()
+    rounding = total <= 8 * torch.finfo(total.dtype).eps * eigenvalues.shape[-1] * size
+    return torch.where(rounding, torch.zeros_like(total), quotient(eigenvalues.real.sum(-1), total))
 
 
 def normalized_trace(eigenvalues: Tensor, singular_values: Tensor) -> Tensor:

@@ -4,14 +4,14 @@ A bilinear form `W = left @ right.T` in factored shape, and its scores. Pure tor
 Shape legend: `D` rows of `W` (query side), `C` columns of `W` (key side; equal to `D` in self-attention), `R` rank of
 the factors, `...` any leading (batch) dimensions.
 
-No `D × C` matrix is ever held. Two ways lead to the same sums, and the cheaper one is taken by shape:
+For these scores no `D × C` matrix is ever held. Two ways lead to the same sums, and the cheaper one is taken by shape:
 
 - *Gram*: with `G = leftᵀ left`, `K = rightᵀ right` and `M = rightᵀ left` (all `R × R`), `tr(W W) = tr(M M)`,
   `‖W‖² = ⟨G, K⟩`, row norms² = `rowsum((left K) ∘ left)`, column norms² = `rowsum((right G) ∘ right)`:
   `10 D R²` operations.
 - *Tiles*: each pair of mirrored tiles of `W` is multiplied out, summed and dropped: `2 D² R` operations.
 
-Spectra come from `R × R` matrices too, see `_spectra.py`.
+Spectra come from `R × R` matrices too, or from W itself where that is smaller (`_spectra.py`).
 """
 
 from collections.abc import Callable, Iterator
@@ -288,7 +288,7 @@ class BilinearForm:
         else:
             eigen = torch.full_like(singular, torch.nan, dtype=torch.complex128)
         return SpectralScores(
-            _spectra.positivity(eigen),
+            _spectra.positivity(eigen, singular),
             _spectra.normalized_trace(eigen, singular),
             _spectra.stable_rank(singular),
             _spectra.effective_rank(singular),

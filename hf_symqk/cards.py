@@ -177,9 +177,14 @@ def _short(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
+def _cell(value: Any) -> str:
+    # What rounds to zero has no sign.
+    return f"{round(value, 3) + 0:.3f}" if isinstance(value, float) else str(value)
+
+
 def _score_table(path: Path) -> tuple[list[str], list[list[str]]]:
     if not path.is_file():
         return [], []
     table = pd.read_csv(path, dtype={"layer": str, "stack": str}, keep_default_na=False, na_values=["nan"])
-    rows = [[f"{round(cell, 3) + 0:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in table.to_numpy()]
+    rows = [[_cell(value) for value in row] for row in table.to_numpy()]
     return [column.replace("_", " ") for column in table.columns], rows

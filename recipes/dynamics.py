@@ -1,7 +1,7 @@
 """What masked and next-token training ask of W_qk, on the built-in text: symmetry and directionality of the updates.
 
-    python recipes/dynamics.py                # offline: three minutes on one core
-    python recipes/dynamics.py --steps 1000
+    python recipes/dynamics.py              # offline: some ten minutes on one core
+    python recipes/dynamics.py --seed 1
 
 One small pre-norm rotary model is trained three times from the same weights, on the same blocks in the same order. Two
 things tell encoders from decoders, and the third run takes them apart:
@@ -12,7 +12,8 @@ things tell encoders from decoders, and the third run takes them apart:
 | `next token` | those before it | the next one |
 | `masked, causal` | those before it | itself, where it is masked |
 
-Updates are those of `hf_symqk.qk_updates`, summed over held-out blocks, at the first weights and after training.
+Updates are those of `hf_symqk.qk_updates`, summed over held-out blocks, at the first weights and after training. All
+runs are measured on about as many predicted tokens, in two disjoint halves: what differs between halves is chance.
 
 Shape legend: `S` blocks, `N` tokens of a block.
 """
@@ -31,6 +32,7 @@ from examples import IGNORED
 from masking import TokenMasker
 from modeling import DECODER
 from packing import Packer, decoder_frame
+from reporting import label_entropy
 from tokenization import ENCODER_TOKENS, trained_tokenizer
 from torch import Tensor
 from torch.nn import functional as F
@@ -84,6 +86,23 @@ class Run:
             batch["attention_mask"] = torch.zeros(len(blocks), 1, BLOCK, BLOCK)
         return batch
 
+    def measured_batch(self, blocks: Tensor, masker: TokenMasker, epoch: int) -> dict[str, Any]:
+        """
+        What updates are measured on: of all runs, the same places of the block are asked for.
+
+        Args:
+            blocks (`torch.Tensor` of shape `(S, N)`): Token ids.
+            masker (`TokenMasker`): Says which.
+            epoch (`int`): Part of the key of the masks.
+
+        Returns:
+            `dict`: As [`~Run.batch`].
+        """
+        batch = self.batch(blocks, masker, epoch)
+        asked = torch.stack([masker(block.tolist(), epoch, index)["labels"] for index, block in enumerate(blocks)])
+        labels = batch["labels"].masked_fill(asked == IGNORED, IGNORED)
+        return {**batch, "labels": labels, "shift_labels": labels}
+
 
 RUNS = {
     "masked": Run(is_causal=False, is_masked=True),
@@ -112,51 +131,66 @@ def train(model: LlamaForCausalLM, batches: Iterable[dict[str, Any]], steps: int
         optimizer.zero_grad()
 
 
-def layer_rows(model: LlamaForCausalLM, updates: QKUpdates) -> list[dict[str, Any]]:
+def layer_rows(model: LlamaForCausalLM, halves: Sequence[QKUpdates]) -> list[dict[str, Any]]:
     """
     Scores of updates beside those of W_qk.
 
     Args:
         model (`LlamaForCausalLM`): The model.
-        updates (`QKUpdates`): Its updates.
+        halves (sequence of two `QKUpdates`): Its updates on either half of the held-out blocks.
 
     Returns:
         `list[dict]`: A row a layer.
     """
-    scores, weights = updates.scores(), hf_symqk.score_model(model, heads=False, null_band=False)
-    return [
-        {
-            "layer": layer.index,
-            "update symmetry": layer.symmetry,
-            "update directionality": layer.directionality,
-            "heads symmetry": pd.Series(layer.head_symmetry).median(),
-            "heads directionality": pd.Series(layer.head_directionality).median(),
-            "W_qk symmetry": weight.symmetry,
-            "W_qk directionality": weight.directionality,
-        }
-        for layer, weight in zip(scores.layers, weights.layers, strict=True)
-    ]
+    weights = hf_symqk.score_model(model, heads=False, null_band=False).layers
+    rows = []
+    for weight, *layers in zip(weights, *(updates.scores().layers for updates in halves), strict=True):
+        row: dict[str, Any] = {"layer": weight.index}
+        for metric in ("symmetry", "directionality"):
+            for half, layer in zip("12", layers, strict=True):
+                row[f"update {metric} {half}"] = getattr(layer, metric)
+            row[f"W_qk {metric}"] = getattr(weight, metric)
+        rows.append(row)
+    return rows
 
 
-def share_rows(updates: QKUpdates) -> list[dict[str, Any]]:
+def share_rows(halves: Sequence[QKUpdates]) -> list[dict[str, Any]]:
     """
     Where in a block the terms of updates stand.
 
     Args:
-        updates (`QKUpdates`): Updates of all layers.
+        halves (sequence of `QKUpdates`): Updates of all layers.
 
     Returns:
         `list[dict]`: Share of the weight of all terms by quarter of the block, as context and as prediction.
     """
-    totals = {
-        "context": torch.stack([layer.position_as_context.sum(0) for layer in updates.layers]).sum(0),
-        "prediction": torch.stack([layer.position_as_prediction.sum(0) for layer in updates.layers]).sum(0),
-    }
+    layers = [layer for updates in halves for layer in updates.layers]
     return [
-        {"as": side}
-        | {f"quarter {n + 1}": float(part.sum() / total.sum()) for n, part in enumerate(total.split(BLOCK // 4))}
-        for side, total in totals.items()
+        quarters("context", torch.stack([layer.position_as_context.sum(0) for layer in layers]).sum(0)),
+        quarters("prediction", torch.stack([layer.position_as_prediction.sum(0) for layer in layers]).sum(0)),
     ]
+
+
+def quarters(side: str, total: Tensor) -> dict[str, Any]:
+    """
+    Shares of the quarters of a block.
+
+    Args:
+        side (`str`): What they are shares of.
+        total (`torch.Tensor` of shape `(N,)`): A weight for each position.
+
+    Returns:
+        `dict`: A row of the table.
+    """
+    parts = enumerate(total.split(BLOCK // 4), 1)
+    return {"as": side, **{f"quarter {number}": float(part.sum() / total.sum()) for number, part in parts}}
+
+
+def uniform_rows() -> list[dict[str, Any]]:
+    """Shares where each token attends to all that it sees alike: what the causal mask alone does."""
+    causal = torch.tril(torch.ones(BLOCK, BLOCK))
+    attention = causal / causal.sum(1, keepdim=True)
+    return [{"run": "uniform, causal", **quarters("context", attention.sum(0))}]
 
 
 def main(argv: Sequence[str] | None = None) -> pd.DataFrame:
@@ -170,10 +204,10 @@ def main(argv: Sequence[str] | None = None) -> pd.DataFrame:
         `pandas.DataFrame`: The table of layers.
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300, help="training steps of each run, of 16 blocks of 64 tokens")
-    parser.add_argument("--measured", type=int, default=16, help="held-out batches that updates are summed over")
+    parser.add_argument("--steps", type=int, default=800, help="training steps of each run, of 16 blocks of 64 tokens")
+    parser.add_argument("--measured", type=int, default=32, help="held-out batches, summed over in two halves")
     parser.add_argument("--learning_rate", type=float, default=3e-3)
-    parser.add_argument("--vocab_size", type=int, default=1024)
+    parser.add_argument("--vocab_size", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(argv)
 
@@ -184,7 +218,12 @@ def main(argv: Sequence[str] | None = None) -> pd.DataFrame:
     blocks = packed[:]["input_ids"][order]
     needed = (given.steps + given.measured) * BATCH
     if needed > len(blocks):
-        parser.error(f"--steps and --measured take {needed:,} blocks; the text has {len(blocks):,}.")
+        parser.error(
+            f"--steps {given.steps} and --measured {given.measured} take {needed:,} blocks, and the text has "
+            f"{len(blocks):,}: {len(blocks) // BATCH - given.measured} steps at most."
+        )
+    if given.measured < 2:
+        parser.error(f"--measured {given.measured}: two halves take 2 or more.")
     held_out, training = blocks[: given.measured * BATCH], blocks[given.measured * BATCH : needed]
     masker = TokenMasker(tokenizer, MASKED_SHARE, given.seed)
 
@@ -195,18 +234,23 @@ def main(argv: Sequence[str] | None = None) -> pd.DataFrame:
         set_seed(given.seed)
         model = LlamaForCausalLM(config)
         # A number a batch, so that no two of them are masked alike.
-        measured = [run.batch(part, masker, given.steps + n) for n, part in enumerate(held_out.split(BATCH))]
+        parts = enumerate(held_out.split(BATCH))
+        measured = [run.measured_batch(part, masker, given.steps + number) for number, part in parts]
+        asked = sum(int((batch["labels"] != IGNORED).sum()) for batch in measured)
+        print(f"{name}: {asked:,} predicted tokens, unigram entropy {label_entropy(measured):.2f}", flush=True)
         for step in (0, given.steps):
             if step:
                 batches = (run.batch(part, masker, n) for n, part in enumerate(training.split(BATCH)))
                 train(model, batches, given.steps, given.learning_rate)
-            updates = qk_updates(model, measured)
-            layers += [{"run": name, "step": step, **row} for row in layer_rows(model, updates)]
-            shares += [{"run": name, "step": step, **row} for row in share_rows(updates)]
-            print(f"{name}, step {step}: held-out loss {updates.loss:.2f}", flush=True)
+            middle = len(measured) // 2
+            halves = [qk_updates(model, part) for part in (measured[:middle], measured[middle:])]
+            layers += [{"run": name, "step": step, **row} for row in layer_rows(model, halves)]
+            shares += [{"run": name, "step": step, **row} for row in share_rows(halves)]
+            losses = ", ".join(f"{updates.loss:.2f}" for updates in halves)
+            print(f"{name}, step {step}: held-out loss of either half {losses}", flush=True)
     table = pd.DataFrame(layers)
-    for found in (table, pd.DataFrame(shares)):
-        print(f"\n{found.to_string(index=False, float_format=lambda value: f'{value:.2f}')}")
+    for found in (table, pd.DataFrame([*shares, *uniform_rows()])):
+        print(f"\n{found.to_string(index=False, na_rep='', float_format=lambda value: f'{value:.2f}')}")
     return table
 
 

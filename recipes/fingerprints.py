@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from arguments import RecipeError
 from checkpoint_loading import CheckpointLoadingTrainer
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -166,6 +167,11 @@ class FingerprintedTrainer(CheckpointLoadingTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.args.accelerator_config.split_batches:
+            raise RecipeError(
+                "accelerator_config: split_batches=true makes batch sizes those of all processes together, by which "
+                "the last step of an epoch would be cut wrongly; leave it out, and divide the batch size yourself."
+            )
         self.add_callback(BatchFingerprint())
 
     @property

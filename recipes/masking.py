@@ -48,7 +48,9 @@ class TokenMasker:
         self.vocab_size = len(tokenizer)
         # Looked up by token, which takes a tenth of the time of `np.isin`.
         self._ordinary = np.ones(
-            max(self.vocab_size, *(number + 1 for number in tokenizer.all_special_ids)), dtype=bool
+            # Ids can have holes, so that the largest is beyond their number.
+            1 + max(self.vocab_size, *tokenizer.all_special_ids, *tokenizer.get_vocab().values()),
+            dtype=bool,
         )
         self._ordinary[list(tokenizer.all_special_ids)] = False
         self.probability = probability

@@ -98,6 +98,14 @@ def test_small_singular_values_survive():
     torch.testing.assert_close(singular, scale, rtol=1e-5, atol=0)
 
 
+def test_eigenvalues_that_are_all_zero_have_no_sign():
+    """Rows and columns of W in orthogonal spaces: what decompositions leave of its eigenvalues is rounding."""
+    basis = torch.linalg.qr(draw(40, 12)).Q
+    scores = BilinearForm(basis[:, :6], basis[:, 6:]).spectral_scores()
+    assert float(scores.positivity) == 0
+    assert float(scores.effective_rank) == pytest.approx(6)
+
+
 def test_grouped_keys_count_for_every_query_head():
     left, right = draw(2, 3, 30, 4), draw(2, 1, 30, 4, seed=1)
     grouped = BilinearForm(left, right).spectral_scores()

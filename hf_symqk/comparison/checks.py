@@ -101,18 +101,21 @@ def check_arms(runs: Iterable[Run]) -> list[str]:
     Raises:
         ComparisonError: naming two runs of one arm and the initialisation of each.
     """
-    inits: dict[str, tuple[Run, str]] = {}
+    inits: dict[str, tuple[Run, str, str]] = {}
     for run in runs:
         if run.record is None:
             continue
-        name = arm_name(run.record["qk_init"])
-        other, expected = inits.setdefault(run.arm, (run, name))
-        if name != expected:
+        # Two options can be too alike for their names (lists in lists): what is recorded tells.
+        name, written = arm_name(run.record["qk_init"]), json.dumps(run.record["qk_init"], sort_keys=True)
+        other, expected, theirs = inits.setdefault(run.arm, (run, name, written))
+        if name == expected and written != theirs:
+            name, expected = written, theirs
+        if written != theirs:
             raise ComparisonError(
-                f"the pattern calls {other.name} and {run.name} both {run.arm!r}, but run.json records different "
-                f"initialisations of them: {expected} and {name}. Let the group arm tell them apart."
+                f"{other.name} and {run.name} are both called {run.arm!r}, but run.json records different "
+                f"initialisations of them: {expected} and {name}. Let the group arm of a pattern tell them apart."
             )
-    named = {arm: name for arm, (_, name) in inits.items() if arm != name}
+    named = {arm: name for arm, (_, name, _) in inits.items() if arm != name}
     if not named:
         return []
     listed = "; ".join(f"{arm}: {name}" for arm, name in named.items())
@@ -335,6 +338,11 @@ def _shared_start(runs: Sequence[Run]) -> list[str]:
     for run in known[1:]:
         shares = [one.curves[RATE] / (one.learning_rate or 1.0) for one in (known[0], run)]
         first, other = shares[0].align(shares[1], join="inner")
+        if first.empty:
+            raise ComparisonError(
+                f"{known[0].name} and {run.name} are of different length and logged their learning rates at no common "
+                "step: whether they were alike as far as both go cannot be told. Log both at the same steps."
+            )
         apart = first.index[(first - other).abs() > _SAME_RATE]
         if len(apart):
             rates = " and ".join(f"{one.curves[RATE][apart[0]]:.3g}" for one in (known[0], run))

@@ -28,6 +28,8 @@ _STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#009E73", "linestyle": (0, (5, 1, 1, 1, 1, 1))},
     {"color": "#CC79A7", "linestyle": (0, (8, 2))},
 )
+# Bands of more arms than this cover each other: then only the baseline has one.
+_MOST_BANDS = 5
 _LABELS = {TRAIN: "training loss", HELD_OUT: "held-out loss"}
 _MOST_COLUMNS = 3
 # Inches that an entry of the legend takes beside its text, and for each character of it.
@@ -39,8 +41,8 @@ _SHOWN_FROM = 0.05
 def draw_comparison(comparison: Comparison) -> Figure:
     """
     Draws the runs of a comparison, each arm at its own best rate. A line is the mean over seeds, a band goes from the
-    lowest to the highest, a dotted line is what the baseline ends at. Axes of loss leave out the first steps, where it
-    falls from its start.
+    lowest to the highest (of many arms, only the baseline has one), a dotted line is what the baseline ends at. Axes of
+    loss leave out the first steps, where it falls from its start.
 
     Args:
         comparison ([`Comparison`]): What [`compare_runs`] returned.
@@ -63,7 +65,7 @@ def draw_comparison(comparison: Comparison) -> Figure:
     figure = Figure(figsize=(4.6 * columns + 0.4, 3.0 * rows + 0.5), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     arms = _arms(comparison)
-    styles = {arm: _STYLES[number % len(_STYLES)] for number, arm in enumerate(arms)}
+    styles = {arm: _style(number) for number, arm in enumerate(arms)}
     for ax, (group, key) in zip(axes, panels, strict=False):
         runs = [run for run in _best_runs(comparison) if run.group == group]
         _draw(ax, runs, key, comparison.baseline, styles)
@@ -78,6 +80,15 @@ def draw_comparison(comparison: Comparison) -> Figure:
     place: dict[str, Any] = {"loc": "outside upper center", "ncols": max(1, int(figure.get_figwidth() / width))}
     figure.legend(handles, labels, frameon=False, handlelength=4, **place)
     return figure
+
+
+def _style(number: int) -> dict[str, Any]:
+    """Once the styles are through, the colours come again with the dashes of others; the baseline's stay its own."""
+    if number < len(_STYLES):
+        return _STYLES[number]
+    others = len(_STYLES) - 1
+    again, place = divmod(number - 1, others)
+    return {**_STYLES[1 + place], "linestyle": _STYLES[1 + (place + again) % others]["linestyle"]}
 
 
 def _many_groups(comparison: Comparison) -> bool:
@@ -120,7 +131,7 @@ def _draw(ax: Axes, runs: Sequence[Run], key: str, baseline: str, styles: dict[s
         label = arm if rate is None or len({run.learning_rate for run in runs}) == 1 else f"{arm} (rate {rate:g})"
         mean = table.mean(axis=1)
         ax.plot(mean.index, mean, label=label, linewidth=1.4, **style)
-        if len(curves) > 1:
+        if len(curves) > 1 and (len(styles) <= _MOST_BANDS or arm == baseline):
             ax.fill_between(
                 table.index, table.min(axis=1), table.max(axis=1), color=style["color"], alpha=0.18, linewidth=0
             )

@@ -121,7 +121,7 @@ def arm_name(qk_init: Mapping[str, Any] | str | None) -> str:
             text = json.dumps(value)
             part = "_".join([name, *_WORD.findall(text)])
             if len(part) > _LONGEST_PART:  # a value for each of many layers
-                part = f"{part[: _LONGEST_PART - 9]}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+                part = f"{part[: _LONGEST_PART - 9].rstrip('-_.')}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
             parts.append(part)
     return "-".join(parts)
 
@@ -311,10 +311,9 @@ def _curves(state: Mapping[str, Any]) -> dict[str, pd.Series]:
     for entry in state["log_history"]:
         for key, value in entry.items():
             held_out = held_out_metric(key)
-            # A metric may be anything that a user's function returns.
-            known = (
-                key in (TRAIN, HELD_OUT, RATE) or is_score(key) or (held_out and isinstance(value, int | float | None))
-            )
+            # A metric may be anything that a user's function returns, and a rate a mapping (of groups of parameters).
+            is_number = isinstance(value, int | float | None)
+            known = key in (TRAIN, HELD_OUT) or is_score(key) or ((held_out or key == RATE) and is_number)
             if known and "step" in entry:
                 at, curve = int(entry["step"]), points.setdefault(key, {})
                 # An evaluation after training repeats that of its last step, or is of another step's weights

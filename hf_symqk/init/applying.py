@@ -137,6 +137,11 @@ def _require_servable(request: LayerRequest, init: SymmetricInit) -> None:
                 reason += "`attention`."
             raise ValueError(f"Scheme {init.scheme!r} cannot serve {reason}") from None
     layer.require_writable("query", "key")
+    if (init.scheme != "symmetric" or init.symmetry is not None) and init.changes_weights and _is_tied(layer):
+        raise ValueError(
+            f"{layer.name!r} has one weight for queries and keys, so that scheme {init.scheme!r} cannot make them "
+            "differ. Untie them, or choose other layers with `layers`."
+        )
     storages = layer.storages("query", "key") - {"plain"}
     if storages:
         raise ValueError(
@@ -148,6 +153,16 @@ def _require_servable(request: LayerRequest, init: SymmetricInit) -> None:
             f"`distribution` redraws V too, and {layer.name!r} has none where layout {layer.layout.name!r} "
             "expects it. Describe the layout with `value=` by `hf_symqk.register_qk_layout`."
         )
+
+
+def _is_tied(layer: AttentionLayer) -> bool:
+    """Whether W_q and W_k are one parameter: the same rows of a module, or two modules that share their weight."""
+    query, key = layer.projection("query"), layer.projection("key")
+    if query == key:
+        return True
+    holders = [layer.holder(part) for part in ("query", "key")]
+    weights = [getattr(holder, piece.weight, None) for holder, piece in zip(holders, (query, key), strict=True)]
+    return holders[0] is not holders[1] and weights[0] is not None and weights[0] is weights[1]
 
 
 def write_init(
@@ -191,6 +206,7 @@ def _write(request: LayerRequest, ratio: float, init: SymmetricInit) -> None:
         if write is None:
             return
         before = _norm(query, key) if init.norm is not None else None
+        drawn = None if before is None else (query.weight.clone(), key.weight.clone())
         write(
             LayerDraw(
                 request.layer,
@@ -203,8 +219,16 @@ def _write(request: LayerRequest, ratio: float, init: SymmetricInit) -> None:
                 generator=seeded_by(key),
             )
         )
-        if before is not None:
-            factor = math.sqrt(before / _norm(query, key))
+        if before is not None and drawn is not None:
+            after = _norm(query, key)
+            if not (after > 0 and math.isfinite(after)):
+                query.weight.copy_(drawn[0])
+                key.weight.copy_(drawn[1])
+                raise ValueError(
+                    f"`norm` cannot serve {request.layer.name!r}: scheme {init.scheme!r} has written a form of norm "
+                    f"{after:g}, which no factor brings to that of the form drawn ({before:g})."
+                )
+            factor = math.sqrt(before / after)
             query.weight.mul_(factor)
             key.weight.mul_(factor)
 

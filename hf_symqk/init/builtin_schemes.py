@@ -21,6 +21,12 @@ __all__: list[str] = []
 # --- what schemes ask of a layer ----------------------------------------------------------------------------------
 
 
+def _some_form(request: LayerRequest) -> None:
+    _own_keys(request)
+    if not any(request.options[name] for name in ("alpha", "beta")):
+        raise ValueError("with alpha = beta = 0 its form would be zero.")
+
+
 def _one_stream(request: LayerRequest) -> None:
     query, key = (request.layer.input_width(part) for part in ("query", "key"))
     if query != key:
@@ -91,7 +97,11 @@ def _write_symmetric(draw: LayerDraw) -> None:
 
 def _write_indefinite(draw: LayerDraw) -> None:
     signs = balanced_signs(draw.channel_pairs)
-    _write_keys(draw, lambda source: source * torch.tensor(signs).to(source).unsqueeze(-1))
+
+    def act(source: Tensor) -> Tensor:
+        return source * torch.tensor(signs, dtype=source.dtype, device=source.device).unsqueeze(-1)
+
+    _write_keys(draw, act)
 
 
 def _write_negative(draw: LayerDraw) -> None:
@@ -107,7 +117,8 @@ def _write_spectrum(draw: LayerDraw) -> None:
     cheaper to have: `W_q = Q B`, `W_k = Q R B`, where R, turned into the basis U, is again a random rotation.
     """
     weight = draw.query.weight
-    basis, rest = torch.linalg.qr(weight.double().mT)
+    # fp64 does not exist on every accelerator.
+    basis, rest = torch.linalg.qr(weight.to("cpu" if weight.device.type == "mps" else weight.device).double().mT)
     rotation = _random_rotations(weight.shape[0], basis.shape[-1], draw.generator).to(basis)
     draw.key.weight.copy_((basis @ rotation @ rest).mT * draw.ratio)
     if draw.query.bias is not None and draw.key.bias is not None:
@@ -116,7 +127,8 @@ def _write_spectrum(draw: LayerDraw) -> None:
 
 def _random_rotations(number: int, size: int, generator: torch.Generator) -> Tensor:
     """`(number, size, size)` in fp64: uniform over the orthogonal matrices of determinant 1."""
-    basis, rest = torch.linalg.qr(torch.randn(number, size, size, generator=generator, dtype=torch.float64))
+    draw = torch.randn(number, size, size, generator=generator, device="cpu", dtype=torch.float64)
+    basis, rest = torch.linalg.qr(draw)
     rotation = basis * rest.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)  # else QR's own signs would not be uniform
     rotation[..., 0] *= torch.linalg.det(rotation).sign().unsqueeze(-1)
     return rotation
@@ -132,7 +144,9 @@ def _write_mimetic(draw: LayerDraw) -> None:
     ratio = draw.ratio or 1.0
     alpha, beta = draw.options["alpha"], draw.options["beta"]
     for head in range(number):  # one at a time: D × D each
-        form = torch.randn(width, width, generator=draw.generator) * (alpha / math.sqrt(width))
+        # Device and dtype are said: defaults are whatever the model is built under.
+        form = torch.randn(width, width, generator=draw.generator, device="cpu", dtype=torch.float32)
+        form *= alpha / math.sqrt(width)
         form.diagonal().add_(beta)
         left, values, right = torch.linalg.svd(form.to(draw.query.weight.device))
         root = (values[:head_dim] * scale).sqrt()
@@ -154,5 +168,5 @@ register_qk_init(
     write=_write_mimetic,
     rewrites=("query", "key"),
     options={"alpha": 0.7, "beta": 0.7},
-    check=_own_keys,
+    check=_some_form,
 )

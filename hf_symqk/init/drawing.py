@@ -60,8 +60,9 @@ def redraw(parts: Iterable[HeadTensors], distribution: str, generator: torch.Gen
     """
     for part in parts:
         heads, head_dim, width = part.weight.shape
-        weight = torch.empty(heads * head_dim, width)
-        bias = None if part.bias is None else torch.empty(heads * head_dim)
+        # On the CPU, where the generator is; in fp32, whatever the model is built in.
+        weight = torch.empty(heads * head_dim, width, device="cpu", dtype=torch.float32)
+        bias = None if part.bias is None else torch.empty(heads * head_dim, device="cpu", dtype=torch.float32)
         DISTRIBUTIONS[distribution](weight, bias, generator)
         part.weight.copy_(weight.view(heads, head_dim, width))
         if part.bias is not None and bias is not None:
@@ -85,8 +86,9 @@ def scale_ratio(layer: AttentionLayer) -> float:
         for channels in dict.fromkeys((min(sample, query.shape[1]), query.shape[1])):
             weights = query[:, :channels], key[:, :channels]
             # About zero: these are draws of mean 0, and a handful of entries has no degree of freedom to spare.
+            precision = torch.promote_types(query.dtype, torch.float32)
             query_std, key_std = (
-                torch.linalg.vector_norm(weight, dtype=torch.float32).item() / math.sqrt(weight.numel())
+                torch.linalg.vector_norm(weight, dtype=precision).item() / math.sqrt(weight.numel())
                 for weight in weights
             )
             standard_error = math.sqrt(sum(0.5 / weight.numel() for weight in weights))

@@ -2,14 +2,15 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import MISSING, dataclass, field, fields
+from numbers import Real
 from typing import Any, Literal, get_args
 
 from ..attention import ATTENTION_KINDS, AttentionKind, LayerChoice, Part
 from ..scores import QKScores
 from .drawing import DISTRIBUTIONS
-from .registry import QKInitScheme, Target, scheme_named
+from .registry import QKInitScheme, Target, scheme_named, schemes
 
 
 __all__ = ["SymmetricInit", "SymmetryChoice"]
@@ -38,7 +39,7 @@ class SymmetricInit:
     | with `symmetry=s` | A = cos θ · I + sin θ · J, J a turn by 90° in pairs of channels | symmetry s; −1: skew |
     | `"indefinite"` | A = ±1 on the diagonal, in equal number | symmetric; as many negative eigenvalues as positive |
     | `"negative"` | A = −I | symmetric and negative: each token shuns its like |
-    | `"spectrum"` | U R Σ Vᵀ where W_q = U Σ Vᵀ, R a random rotation | the symmetric init's singular values alone |
+    | `"spectrum"` | U R Σ Vᵀ of W_q = U Σ Vᵀ, R a random rotation | heads with the symmetric ones' singular values |
     | `"mimetic"` | W_q W_kᵀ ≈ α Z + β I (arXiv:2305.09828), Z random of std 1/√D | each head near to the identity |
     | `"independent"` | as drawn | the model's own init |
 
@@ -53,10 +54,16 @@ class SymmetricInit:
     | −0.5 | −0.24 | −0.69 |
     | −0.9 | −0.82 | −0.94 |
 
-    A symmetric W_qk has a Frobenius norm √2 above an independent one of the same scale, if the layer has as many
-    channels as the model; `norm="match"` takes that away (where queries and keys go through a norm, which undoes any
-    scale, it changes no logit). Like the scores, all this is said of W_q and W_k without such norms: one that only
-    rescales queries and keys keeps `q_i · k_j = ± q_j · k_i`, one that subtracts their mean does so for ±I alone.
+    Forms differ in size too. The layer form's Frobenius norm over that of the independent draw, for the same shapes:
+
+    | symmetric, negative | `symmetry=0.5` | `symmetry=0` | spectrum | indefinite, `symmetry=-1` |
+    |---|---|---|---|---|
+    | 1.41 | 1.32 | 1.21 | 1.04 | 1.00 |
+
+    (its square grows by `(tr A)² / D` in each head). `norm="match"` takes that away, so that a comparison is one of
+    structure; where queries and keys go through a norm, which undoes any scale, it changes no logit. All this is said
+    of W_q and W_k without such norms, or with gains that are all alike, as they start: one that only rescales queries
+    and keys keeps `q_i · k_j = ± q_j · k_i`, one that subtracts their mean does so for ±I alone.
 
     `"mimetic"` is what is published for Q and K, without V and the output; α and β may have any sign. It divides by √E
     and what the module multiplies logits by (1 in T5 and GPT-Neo), so that logits are those of `(α Z + β I) / √E` in
@@ -155,7 +162,8 @@ class SymmetricInit:
         given = {"symmetry": self.symmetry is not None, "target": self.target != "head"}
         if not entry.takes_symmetry and any(given.values()):
             named = " and ".join(f"`{name}`" for name, is_given in given.items() if is_given)
-            raise ValueError(f"{named} cannot be chosen with scheme {self.scheme!r}, only with 'symmetric'.")
+            able = " or ".join(repr(name) for name in schemes() if scheme_named(name).takes_symmetry)
+            raise ValueError(f"{named} cannot be chosen with scheme {self.scheme!r}, only with {able}.")
         if self.symmetry is None or isinstance(self.symmetry, Mapping):
             stacks = {str(stack): _symmetries(values) for stack, values in (self.symmetry or {}).items()}
             if self.symmetry is not None and not stacks:
@@ -312,9 +320,10 @@ def _indices(values: Any) -> tuple[int, ...]:
 
 def _symmetries(values: Any) -> float | tuple[float, ...]:
     is_one = not isinstance(values, Iterable)
-    listed = (values,) if is_one else () if isinstance(values, str | bytes | Mapping) else tuple(values)
+    unordered = isinstance(values, str | bytes | Mapping | Set)
+    listed = (values,) if is_one else () if unordered else tuple(values)
     if not listed or not all(
-        isinstance(value, int | float) and not isinstance(value, bool) and -1 <= value <= 1 for value in listed
+        isinstance(value, Real) and not isinstance(value, bool) and -1 <= value <= 1 for value in listed
     ):
         raise ValueError(
             "`symmetry` must be a number from -1 to 1, a non-empty sequence of them (one for each layer of a stack) "

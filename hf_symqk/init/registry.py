@@ -163,8 +163,9 @@ class QKInitScheme:
                         f"`options`: {name!r} of scheme {self.name!r} must be a finite number, got {value!r}."
                     )
                 value = float(value) if isinstance(default, float) else value
+            value = _json_value(name, value)
             if value != default:
-                valid[name] = _json_value(name, value)
+                valid[name] = value
         return valid
 
 
@@ -241,10 +242,12 @@ def register_qk_init(
 
     ```
     """
-    if not name.isidentifier() or name.lower() == "none":
+    if not isinstance(name, str) or not name.isidentifier() or name.lower() == "none":
         raise ValueError(f"`name` must be an identifier other than 'none', got {name!r}.")
     if name in _SCHEMES:
         raise ValueError(f"A scheme named {name!r} is registered already; choose another name or unregister it first.")
+    if not (check is None or callable(check)):
+        raise ValueError(f"`check` must be a function of a LayerRequest, got {check!r}.")
     if not (write is None or callable(write)):
         raise ValueError(f"`write` must be a function of a LayerDraw, got {write!r}.")
     if tuple(rewrites) not in (("key",), ("query", "key")):

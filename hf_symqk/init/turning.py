@@ -70,11 +70,13 @@ def turn_to(symmetry: float, weight: Tensor, turned: Tensor) -> tuple[Tensor, Te
         turned (`torch.Tensor` of shape `(..., E, D)`): W J.
 
     Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: In fp64, one for each leading index; exactly 1 and 0 for symmetry 1,
-        exactly 0 and 1 for −1.
+        `tuple[torch.Tensor, torch.Tensor]`: In fp64 where the device has it, one for each leading index; exactly 1 and
+        0 for symmetry 1, exactly 0 and 1 for −1.
     """
     left = weight.mT
-    symmetric, skew = (BilinearForm(left, right.mT).frobenius_norm().double() for right in (weight, turned))
+    symmetric, skew = (BilinearForm(left, right.mT).frobenius_norm() for right in (weight, turned))
+    if symmetric.device.type != "mps":  # which has no fp64
+        symmetric, skew = symmetric.double(), skew.double()
     cosine, sine = (1 + symmetry) ** 0.5 * skew, (1 - symmetry) ** 0.5 * symmetric
     length = torch.hypot(cosine, sine)
     zero = length == 0  # a head that is all zero has no score, whatever the angle

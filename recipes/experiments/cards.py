@@ -32,8 +32,11 @@ def make_card(comparison: Path, run: str, cards: Path = CARDS) -> Path:
         `Path`: The card.
     """
     name = f"{comparison.name}-{run}"
-    report = (comparison / "comparison" / "comparison.md").read_text(encoding="utf-8")
     folder = comparison / "runs" / run
+    for needed in (comparison / "comparison" / "comparison.md", folder / SCORES_FIGURE):
+        if not needed.is_file():
+            raise FileNotFoundError(f"there is no {str(needed)!r}: a card is made of a finished run of compare.py.")
+    report = (comparison / "comparison" / "comparison.md").read_text(encoding="utf-8")
     write_model_card(folder, comparison=report.partition(_PUBLISHED)[0], model_name=name, license="apache-2.0")
     text = (folder / CARD).read_text(encoding="utf-8").replace(f"({SCORES_FIGURE})", f"({name}.png)")
     path = cards / f"{name}.md"

@@ -15,9 +15,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from hf_symqk._held_out import held_out_metric
+
 
 # Of the scores, medians over layers; of the rest, what is compared.
-_KEPT = re.compile(r"step|loss|eval_(?!.*(?:runtime|per_second)).*|qk/.*/median")
+_KEPT = re.compile(r"step|loss|learning_rate|qk/.*/median")
 _COPIED = ("run.json", "compare.json")
 _STATE = "trainer_state.json"
 
@@ -32,10 +34,13 @@ def kept_state(state: dict[str, Any]) -> dict[str, Any]:
     Returns:
         `dict`
     """
-    log = [{key: value for key, value in entry.items() if _KEPT.fullmatch(key)} for entry in state["log_history"]]
+    log = [
+        {key: value for key, value in entry.items() if _KEPT.fullmatch(key) or held_out_metric(key)}
+        for entry in state["log_history"]
+    ]
     return {
         **{name: state[name] for name in ("global_step", "max_steps")},
-        "log_history": [entry for entry in log if len(entry) > 1],
+        "log_history": [entry for entry in log if set(entry) - {"step"}],
     }
 
 
@@ -45,23 +50,31 @@ def keep(source: Path, target: Path) -> list[str]:
 
     Args:
         source (`Path`): Output folder of `compare.py`.
-        target (`Path`): Folder that takes `runs` and `comparison`; what is there of other runs stays.
+        target (`Path`): Folder that takes `runs` and `comparison`; what is there of other runs stays. The source
+            itself, where `compare.py` has added runs to those that are kept there: their states are cut in place.
 
     Returns:
         `list[str]`: Names of the runs.
+
+    Raises:
+        FileNotFoundError: if the source is no output folder of `compare.py` whose comparison was written.
     """
+    for name in ("runs", "comparison"):
+        if not (source / name).is_dir():
+            raise FileNotFoundError(f"{str(source)!r} has no {name}: it is no finished output folder of compare.py.")
     names = []
     for run in sorted(path for path in (source / "runs").iterdir() if (path / "run.json").is_file()):
         if json.loads((run / "run.json").read_text(encoding="utf-8"))["status"] != "finished":
             continue
         folder = target / "runs" / run.name
         folder.mkdir(parents=True, exist_ok=True)
-        for name in _COPIED:
+        for name in _COPIED if folder.resolve() != run.resolve() else ():
             shutil.copyfile(run / name, folder / name)
         state = kept_state(json.loads((run / _STATE).read_text(encoding="utf-8")))
         (folder / _STATE).write_text(json.dumps(state, separators=(",", ":")) + "\n", encoding="utf-8")
         names.append(run.name)
-    shutil.copytree(source / "comparison", target / "comparison", dirs_exist_ok=True)
+    if source.resolve() != target.resolve():
+        shutil.copytree(source / "comparison", target / "comparison", dirs_exist_ok=True)
     return names
 
 

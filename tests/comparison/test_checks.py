@@ -93,8 +93,17 @@ def test_pattern_that_mixes_initialisations(tmp_path):
         write_run(tmp_path / f"{name}-run", state(falling(3.0), {200: 3.2}), record(init, seed))
     with pytest.raises(ComparisonError) as caught:
         compare_runs([tmp_path], baseline="run", pattern="(?P<arm>run)$")
-    assert f"{tmp_path / 'a-run'} and {tmp_path / 'b-run'} both 'run'" in str(caught.value)
+    assert f"{tmp_path / 'a-run'} and {tmp_path / 'b-run'} are both called 'run'" in str(caught.value)
     assert "different initialisations of them: none and symmetric" in str(caught.value)
+
+
+def test_initialisations_too_alike_for_their_names(tmp_path):
+    """Lists in lists lose their brackets in a name: what is recorded tells the runs apart."""
+    for seed, table in ((0, [[1, 2], [3]]), (1, [[1], [2, 3]])):
+        init = {"scheme": "own", "options": {"a": table}}
+        write_run(tmp_path / f"own--seed{seed}", state(falling(3.0), {200: 3.2}), record(init, seed))
+    with pytest.raises(ComparisonError, match=r"are both called 'own-options_a_1_2_3'.*\[\[1, 2\], \[3\]\]"):
+        compare_runs([tmp_path], baseline="own-options_a_1_2_3")
 
 
 def test_other_q_and_k_are_what_is_compared(tmp_path):

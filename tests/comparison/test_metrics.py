@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from hf_symqk._held_out import held_out_metric
 from hf_symqk._rendering import Format, render
 from hf_symqk.comparison import compare_runs
 from hf_symqk.comparison.documents import to_document
@@ -126,3 +127,20 @@ def test_one_seed(tmp_path):
     text = render(make_tables(comparison)["metric_differences"], Format.MARKDOWN)
     assert "uncorrected" not in text
     assert not any("not corrected" in line for line in comparison.notes)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "eval_set_a_unigram_entropy",
+        "eval_a_samples",
+        "eval_num_tokens",
+        "eval_model_preparation_time",
+        "eval_mem_cpu_alloc_delta",
+        "eval_a_samples_per_second",
+    ],
+)
+def test_what_says_nothing_of_the_model_is_no_metric(key):
+    """Also with the name of one of several held-out sets in front."""
+    assert held_out_metric(key) is None
+    assert held_out_metric("eval_set_a_accuracy") == "set_a_accuracy"

@@ -9,7 +9,7 @@ import pytest
 from hf_symqk._rendering import Format, render
 from hf_symqk.comparison import compare_runs
 from hf_symqk.comparison.documents import to_document
-from hf_symqk.comparison.figure import draw_comparison
+from hf_symqk.comparison.figure import _style, draw_comparison
 from hf_symqk.comparison.tables import make_tables
 from hf_symqk.comparison.writing import write_comparison
 
@@ -111,3 +111,10 @@ def test_files(comparison, tmp_path):
     }
     assert {path.name for path in (tmp_path / "new" / "folder").iterdir()} == names
     assert (tmp_path / "new" / "folder" / "comparison.md").read_text().count("| --- |") >= 3
+
+
+def test_every_arm_has_a_line_of_its_own():
+    """Also where there are more of them than styles; the baseline's is no other's."""
+    styles = [(style["color"], str(style["linestyle"])) for style in map(_style, range(20))]
+    assert len(set(styles)) == 20
+    assert [color for color, _ in styles].count("black") == 1

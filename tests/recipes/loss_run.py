@@ -81,6 +81,9 @@ class FakeTokenizer:
     def __len__(self):
         return VOCABULARY
 
+    def get_vocab(self):
+        return {str(number): number for number in range(VOCABULARY)}
+
 
 def masked(count, seed, data_seed):
     return BlockDataset(_rows(count, data_seed), TokenMasker(FakeTokenizer(), 0.15, seed))

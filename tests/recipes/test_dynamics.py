@@ -42,10 +42,14 @@ def test_what_a_token_sees_and_is_asked_for(name, masker):
 @pytest.mark.slow
 def test_it_runs(capsys):
     """On a few steps: a row a layer, run and time, and the table that is printed."""
-    table = dynamics.main(["--steps", "2", "--measured", "1"])
+    table = dynamics.main(["--steps", "2", "--measured", "2"])
     assert len(table) == len(RUNS) * 2 * 4
     assert table.drop(columns=["run"]).notna().all().all()
     first = table[table.step == 0]
     weights = [first[first.run == name]["W_qk symmetry"].tolist() for name in RUNS]
     assert weights[0] == weights[1] == weights[2], "the same weights to start from"
-    assert "update directionality" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        dynamics.main(["--steps", "100000"])
+    printed = capsys.readouterr()
+    assert "update directionality" in printed.out
+    assert "steps at most" in printed.err

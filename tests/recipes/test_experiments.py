@@ -1,5 +1,6 @@
 """The experiments that are kept: what is printed of them is what their runs say."""
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -23,12 +24,20 @@ def test_there_are_some():
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_report_is_that_of_the_runs(name, tmp_path):
-    """Tables and JSON come out of the kept runs again, digit by digit, and the page shows that table."""
-    write_comparison(compare_runs([EXPERIMENTS / name / "runs"], baseline="none"), tmp_path, figure=False)
+def test_report_is_that_of_the_runs(name, tmp_path, monkeypatch):
+    """Tables and JSON come out of the kept runs again, digit by digit, and the page shows the tables."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).symlink_to(EXPERIMENTS / name)
+    monkeypatch.chdir(tmp_path)  # runs are called as they were when they were made
+    written = write_comparison(compare_runs([Path("out", name, "runs")], baseline="none"), "again", figure=False)
     kept = EXPERIMENTS / name / "comparison"
-    for file in sorted(tmp_path.iterdir()):
+    for file in written:
         assert file.read_text() == (kept / file.name).read_text(), file.name
+    page = (ROOT / "recipes" / "README.md").read_text()
+    blocks = (kept / "comparison.md").read_text().split("\n\n")
+    for title, table in itertools.pairwise(blocks):
+        if title.startswith(("**Final loss", "**Differences, ", "**Final held-out", "**Differences in held-out")):
+            assert table.strip() in page, title
 
 
 def test_keeping_loses_nothing_that_is_compared(tmp_path):
@@ -37,7 +46,7 @@ def test_keeping_loses_nothing_that_is_compared(tmp_path):
     keep(EXPERIMENTS / "vision", source)
     run = next((source / "runs").iterdir())
     state = json.loads((run / "trainer_state.json").read_text())
-    more = {"grad_norm": 1.0, "qk/symmetry/layer_00": 0.5, "eval_runtime": 2.0}
+    more = {"grad_norm": 1.0, "qk/symmetry/layer_00": 0.5, "eval_runtime": 2.0, "eval_model_preparation_time": 0.1}
     state["log_history"][0] |= more
     state["log_history"].append({"step": 7, "epoch": 1.0, **more})
     (run / "trainer_state.json").write_text(json.dumps({**state, "best_metric": None}))
@@ -52,6 +61,15 @@ def test_keeping_loses_nothing_that_is_compared(tmp_path):
         "run.json",
         "trainer_state.json",
     ]
+    # Runs that compare.py adds to a folder of kept ones are cut where they are.
+    assert keep(source, source) == names
+    assert (source / "runs" / run.name / "trainer_state.json").read_text() == (
+        tmp_path / "kept" / "runs" / run.name / "trainer_state.json"
+    ).read_text()
+    without = tmp_path / "without"
+    (without / "runs").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match="has no comparison"):
+        keep(without, tmp_path / "kept")
     for name in names:
         for file in ("run.json", "trainer_state.json"):
             kept = tmp_path / "kept" / "runs" / name / file

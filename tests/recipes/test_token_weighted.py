@@ -200,3 +200,9 @@ def test_held_out_set_without_masks(tmp_path):
     )
     with pytest.raises(RecipeError, match="no held-out token is masked"):
         trainer.evaluate()
+
+
+def test_batches_split_over_processes_are_refused(tmp_path):
+    """By accelerate's option a batch is that of all processes: ends of epochs are counted in those of each."""
+    with pytest.raises(RecipeError, match="split_batches=true"):
+        run("bert", 8, 1, tmp_path, accelerator_config={"split_batches": True})
