@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
@@ -19,7 +20,7 @@ from .attention import (
     find_attention_layers,
     select_layers,
 )
-from .dynamics import LastBatch, log_of_updates, sum_updates
+from .dynamics import LastBatch, LogitsTooLargeError, QKUpdates, check_memory, log_of_updates, sum_updates
 from .history import ScoreHistory
 from .model_family import model_type
 from .scores import QKScores
@@ -71,8 +72,19 @@ class QKScoreCallback(TrainerCallback):
             `qk/update_directionality/layer_00`, …: that of the last batch that rank 0 was trained on, of its first 8
             sequences or as many as the number says, by the weights after that step, without dropout. Not before the
             first step, which has no batch. It takes one forward and backward pass over these sequences with eager
-            attention, for which the Trainer's `compute_loss` is called once more; nothing of it reaches the run.
-            Under engines that shard there is no such pass.
+            attention, for which the Trainer's `compute_loss` is called once more, as if they were a whole step (a mean
+            is over their items alone, so that norms do not depend on batch size or accumulation). Nothing of it
+            reaches the run; what the Trainer keeps of losses, in its attributes and in tensors, lists, sets and
+            mappings there, is put back. A batch that has something without an entry a sequence is not cut: give at
+            least its number of sequences.
+            Under engines that shard there is no such pass. Among several processes rank 0 runs it alone, so only for
+            a loss that waits for no other: Transformers' own, or that of a Trainer whose class says
+            `measures_alone = True`; else training goes on without.
+        gradients_memory_gib (`float`, *optional*, defaults to 8.0):
+            What the attention logits of that pass (about `5 · S · H · N²` numbers a layer, of S sequences of N tokens
+            and H heads) and the updates may take together, in GiB. Where they would take more, fewer sequences are
+            measured; where one is too many, none. Either is said once, and so is running out of memory, after which
+            the run measures no updates any more.
         strict (`bool`, *optional*, defaults to `False`):
             Raises what goes wrong in a measurement, after every rank has come through it.
         spectral (`bool`, *optional*, defaults to `False`):
@@ -110,6 +122,7 @@ class QKScoreCallback(TrainerCallback):
         gradients: bool | int = False,
         strict: bool = False,
         spectral: bool = False,
+        gradients_memory_gib: float = 8.0,
     ):
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"`every` must be a whole number of logging events, at least 1; got {every!r}.")
@@ -119,6 +132,7 @@ class QKScoreCallback(TrainerCallback):
             raise ValueError(f"`prefix` must be a name without a slash at its end, got {prefix!r}.")
         if not isinstance(gradients, int) or gradients < 0:
             raise ValueError(f"`gradients` must be True, False or a number of sequences, got {gradients!r}.")
+        check_memory(gradients_memory_gib, "gradients_memory_gib")
         self.every = every
         self.log_at_start = log_at_start
         self.log_at_end = log_at_end
@@ -128,11 +142,13 @@ class QKScoreCallback(TrainerCallback):
         self.attention = attention
         self.prefix = prefix
         self.gradients = _SEQUENCES if gradients is True else int(gradients)
+        self.gradients_memory_gib = gradients_memory_gib
         self.strict = strict
         self.spectral = spectral
         self.scores: QKScores | None = None
         self.update_scores: QKScores | None = None
         self._batch: LastBatch | None = None
+        self._fitting = self.gradients  # how many sequences the memory allows, as far as is known
         self._handlers: list[weakref.ref[CallbackHandler]] = []
         self._history: ScoreHistory | None = None
         self._measured_step: int | None = None
@@ -194,6 +210,7 @@ class QKScoreCallback(TrainerCallback):
     ) -> None:
         self.scores = self.update_scores = self._history = self._measured_step = self._summary = None
         self._batch = None
+        self._fitting = self.gradients
         self._is_due = self._is_after_step = False
         # The history of a resumed run brings its events along, so that every k-th stays every k-th.
         self._events = len({row.get("step") for row in state.log_history if _is_training_loss(row)})
@@ -315,19 +332,51 @@ class QKScoreCallback(TrainerCallback):
         self._batch = LastBatch(*batch)
 
     def _measure_updates(self, model: nn.Module, values: dict[str, float]) -> None:
+        self.update_scores = None
         if (batch := self._batch) is None:
             if self._measured_step:
                 self._say("the updates of W_qk: no training step was seen", once="no batch")
             return
-        updates = sum_updates(
-            model,
-            [partial(batch.loss, number=self.gradients)],
-            layers=self.layers,
-            attention=self.attention,
-            heads=self.heads,
-        )
-        self.update_scores = updates.scores(self.gamma)
+        if not self._fitting:  # said before
+            return
+        self.update_scores = self._updates_that_fit(model, batch).scores(self.gamma)
         values.update(log_of_updates(self.update_scores, self.prefix, self.heads))
+
+    def _updates_that_fit(self, model: nn.Module, batch: LastBatch) -> QKUpdates:
+        """Of as many sequences as the memory allows."""
+        while True:
+            number = min(self._fitting, batch.number)
+            try:
+                return sum_updates(
+                    model,
+                    [partial(batch.loss, number=number)],
+                    layers=self.layers,
+                    attention=self.attention,
+                    heads=self.heads,
+                    memory_gib=self.gradients_memory_gib,
+                    memory_option="gradients_memory_gib",
+                )
+            except LogitsTooLargeError as error:
+                if number == 1:
+                    raise
+                self._fitting = number // 2
+                self._say(f"updates of W_qk of fewer sequences than {self.gradients}: {error}", once="fewer")
+            except (MemoryError, RuntimeError) as error:
+                # What the CPU's allocator raises has no class of its own.
+                known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+                if not known and "can't allocate memory" not in str(error):
+                    raise
+                reason = f"{type(error).__name__}: {error}"
+                break
+        # By now the error, and with it what the pass had allocated, is gone.
+        self._fitting = 0
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        raise MemoryError(
+            f"{number} sequences took more memory than there is, so that no updates are measured in the rest of the "
+            f"run; give a lower `gradients_memory_gib` than {self.gradients_memory_gib:g}, or a number of sequences "
+            f"as `gradients`. {reason}"
+        )
 
     def _guard(self, what: str, action: Callable[..., None], *arguments: Any) -> None:
         try:

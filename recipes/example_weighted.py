@@ -197,6 +197,9 @@ class ExampleWeightedTrainer(FingerprintedTrainer):
             for arguments that this class does not serve.
     """
 
+    # Read by `QKScoreCallback(gradients=...)`: one process may compute the loss without the others.
+    measures_alone = True
+
     def __init__(self, **kwargs: Any) -> None:
         arguments = kwargs["args"]
         check_one_gpu(arguments)

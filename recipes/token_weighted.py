@@ -122,6 +122,9 @@ class TokenWeightedTrainer(FingerprintedTrainer):
             no use for, or if `dataloader_drop_last` leaves nothing.
     """
 
+    # Read by `QKScoreCallback(gradients=...)`: one process may compute the loss without the others.
+    measures_alone = True
+
     def __init__(self, *, offset: int = 0, **kwargs: Any) -> None:
         training_arguments = kwargs["args"]
         check_one_gpu(training_arguments)

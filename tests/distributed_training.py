@@ -5,6 +5,7 @@ that the engine really ran; the weights at the end are saved whole, so that the 
 
 import json
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from tiny_training import scored_rows, tiny_model, tiny_trainer
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForMaskedLM, TrainerCallback
+from transformers import AutoModelForMaskedLM, Trainer, TrainerCallback
 
 from hf_symqk import QKScoreCallback
 from hf_symqk.attention import AttentionLayer
@@ -73,6 +74,14 @@ class MeetsItsPeers(TrainerCallback):
         assert number.item() == 2
 
 
+class Gathers(Trainer):
+    """A metric of all processes where the loss is computed, as trainers of other libraries have it."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        assert self.accelerator.gather_for_metrics(torch.ones(1)).sum() == 2
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
 def build(engine: str, folder: Path) -> nn.Module:
     if engine != "fsdp2":
         return tiny_model()
@@ -126,14 +135,20 @@ def main(engine: str, folder: Path, broken: str) -> None:
         known = TrainingArguments(str(folder / "out"), use_cpu=True, report_to="none", **settings)
         assert known.deepspeed
     elif not dist.is_initialized():
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # a hang is to end, and be a failure
     model = build(engine, folder)
     callback = CheckedCallback(engine)
     trainer = tiny_trainer(
-        folder / "out", [callback, MeetsItsPeers()], model=model, max_steps=3, save_strategy="no", **settings
+        folder / "out",
+        [callback, MeetsItsPeers()],
+        model=model,
+        trainer_class=Gathers if broken == "gathering" else Trainer,
+        max_steps=3,
+        save_strategy="no",
+        **settings,
     )
     callback.trainer = trainer
-    if broken != "no":
+    if broken in ("computation", "dequantisation"):
         break_rank_one(broken)
     trainer.train()
     assert callback.checked == 3, callback.checked

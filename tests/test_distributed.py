@@ -107,6 +107,15 @@ def test_a_failure_on_one_rank_does_not_hang_the_others(engine, broken, tmp_path
 
 
 @pytest.mark.slow
+def test_a_loss_that_waits_for_other_processes_is_not_computed_alone(tmp_path):
+    """Updates are measured by one process: not with a loss in which it would wait for the others for ever."""
+    torchrun("distributed_training.py", "ddp", str(tmp_path), "gathering", timeout=150, **on_cpu("ddp"))
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert "qk/symmetry/median" in rows["3"]
+    assert not any("update_" in key for key in rows["3"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3", "tp_bert", "tp_llama", "tp_transformers"])
 def test_score_model_in_a_plain_loop(engine, tmp_path):
     """

@@ -167,6 +167,8 @@ def _side(layer: AttentionLayer, part: Part, caught: Tensor, calls: list[Project
     """
     seed = torch.Generator().manual_seed(0)
     width = layer.input_width(part)
+    if not caught.isfinite().all():
+        raise NoSourceError(f"its {'queries' if part == 'query' else 'keys'} are not all finite numbers")
     reason = f"its {part} projection does not reach the softmax"
     for call in reversed(calls):
         hidden = call.input

@@ -21,7 +21,8 @@ from ..attention.tensors import is_sharded
 from ..attention.untouched import left_as_it_was
 from ..model_family import model_type
 from .aligning import AlignedLogits, Relation, align_logits, projections_of
-from .outer_sums import OuterSum, Room
+from .labels import check_labels
+from .outer_sums import LogitsTooLargeError, OuterSum, Room, check_memory
 from .updates import LayerUpdate, QKUpdates, TermWeights
 
 
@@ -51,10 +52,11 @@ def qk_updates(
     a prediction is made at (i) and to columns as its context (j).
 
     The model runs in evaluation mode, so without dropout, with eager attention and outside autocast, and is left as
-    it was: modes, weights, gradients, buffers, hooks and random state. All attention logits are held at once, about
-    `6 · S · H · N²` numbers a layer (three times what training with eager attention takes; split batches where that is
-    too much). Each layer's forms take at most `H · (D + 1)²` numbers, however many batches come, and sums over batches
-    are exact; the weights of one batch take `2 · H · S · N`.
+    it was: modes, weights, gradients, buffers, hooks and random state. All attention logits of a batch are held at
+    once, of every layer of the model: measured were 3.4 (BERT) to 5.0 (LLaMA) times `S · H · N²` numbers a layer,
+    where training with eager attention takes 4.1 to 4.2 and training with SDPA or flash attention none of size N².
+    Where that is too much, give the sequences in several batches. Each layer's forms take at most `H · (D + 1)²`
+    numbers, however many batches come, and sums over batches are exact; the weights of one batch take `2 · H · S · N`.
 
     What is measured, where more stands between W_q, W_k and the logits than their product:
 
@@ -84,9 +86,12 @@ def qk_updates(
         heads (`bool`, *optional*, defaults to `True`):
             Whether the form of each head is kept, or the layer's alone (`H = 1` in the memory above).
         offset (`int`, *optional*):
-            Only pairs of a token and its context at this distance, `j − i`. All by default.
+            Only pairs of a token and its context at this distance, `j − i`, of self-attention; in causal attention 0
+            or less. All by default.
         memory_gib (`float`, *optional*, defaults to 8.0):
-            What the forms of all layers may take, in GiB. More is an error.
+            What the attention logits of a batch (`5 · S · H · N²` numbers a layer) and the forms of all layers may
+            take together, in GiB. More is an error, before it is taken. The hidden states and the other activations
+            that a backward pass needs, as in training, are not counted.
 
     Returns:
         [`QKUpdates`]
@@ -94,7 +99,8 @@ def qk_updates(
     Raises:
         ValueError: if the model is sharded, in fp16, cannot be run with a batch or gives no loss; if no layer is found
             or a layer is asked for that the model does not have; if the queries or keys of a layer are not those of
-            one token's hidden state each; and if the forms take more than `memory_gib`.
+            one token's hidden state each; if nothing is predicted or the loss is not finite; if no two tokens stand at
+            `offset`; and if logits and forms take more than `memory_gib`.
 
     Examples:
 
@@ -117,6 +123,8 @@ def qk_updates(
 
     ```
     """
+    if loss is not None and not callable(loss):
+        raise ValueError(f"`loss` must be a function of outputs and batch, got {loss!r}.")
     given = [batches] if isinstance(batches, Mapping) else batches
     return sum_updates(
         model,
@@ -138,6 +146,7 @@ def sum_updates(
     heads: bool = True,
     offset: int | None = None,
     memory_gib: float = 8.0,
+    memory_option: str = "memory_gib",
 ) -> QKUpdates:
     """
     [`qk_updates`] of forward passes that the caller makes.
@@ -151,13 +160,15 @@ def sum_updates(
         heads (`bool`, *optional*, defaults to `True`): As in [`qk_updates`].
         offset (`int`, *optional*): As in [`qk_updates`].
         memory_gib (`float`, *optional*, defaults to 8.0): As in [`qk_updates`].
+        memory_option (`str`, *optional*, defaults to `"memory_gib"`): What errors call that limit.
 
     Returns:
         [`QKUpdates`]
 
     Raises:
-        ValueError: as [`qk_updates`] does.
+        ValueError: as [`qk_updates`] does; a [`LogitsTooLargeError`] where fewer sequences might fit.
     """
+    check_memory(memory_gib, memory_option)
     if is_sharded(model):
         raise ValueError(
             f"{type(model).__name__} is sharded; updates of W_qk need a forward pass over whole weights. Measure them "
@@ -169,13 +180,39 @@ def sum_updates(
             "(`model.float()` or `model.bfloat16()`)."
         )
     chosen = select_layers(find_attention_layers(model), layers=layers, attention=attention)
-    room = Room(memory_gib * 2**30)
+    if not chosen:
+        raise ValueError(f"`layers` = {layers!r} asks for no layer; leave it out for all.")
+    if offset is not None:
+        _check_offset(offset, chosen)
+    room = Room(memory_gib * 2**30, memory_option)
     sums = [_LayerSum(layer, OuterSum(layer.name, room), heads) for layer in chosen]
-    losses = [_add_batch(model, forward, sums, offset) for forward in forwards]
+    losses = [_add_batch(model, forward, sums, offset, room) for forward in forwards]
     if not losses:
         raise ValueError("`batches` holds no batch.")
+    unmet = [one.layer.name for one in sums if not one.has_pairs]
+    if unmet:
+        raise ValueError(
+            f"`offset` = {offset}: no sequence is long enough for two tokens of {unmet[0]!r} at that distance."
+        )
     updates = tuple(one.update(single=len(losses) == 1) for one in sums)
     return QKUpdates(updates, sum(losses) / len(losses), len(losses), model_type(model))
+
+
+def _check_offset(offset: Any, layers: Iterable[AttentionLayer]) -> None:
+    """Refuses distances at which a layer has no pairs of tokens, or none that mean anything."""
+    if isinstance(offset, bool) or not isinstance(offset, int):
+        raise ValueError(f"`offset` must be a whole number of tokens, got {offset!r}.")
+    for layer in layers:
+        if layer.kind == "cross":
+            raise ValueError(
+                f"`offset` = {offset}: {layer.name!r} is cross-attention, whose queries and keys stand in two "
+                'sequences, at no distance from each other. Leave it out, or choose `attention="self"`.'
+            )
+        if layer.causal and offset > 0:
+            raise ValueError(
+                f"`offset` = {offset}: {layer.name!r} is causal, no token sees one that comes after it. Distances "
+                "count from the token that a prediction is made at to its context: 0 or less."
+            )
 
 
 def _forward(runs: nn.Module, batch: Mapping[str, Any], loss: Loss | None) -> Tensor:
@@ -184,8 +221,12 @@ def _forward(runs: nn.Module, batch: Mapping[str, Any], loss: Loss | None) -> Te
         raise ValueError(
             f"`batches` must be a mapping of the forward's arguments, or several, got {type(batch).__name__}."
         )
+    if loss is None:
+        check_labels(batch)
     try:
         outputs = runs(**batch)
+    except (LogitsTooLargeError, MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # whatever a model's own code raises
         raise ValueError(
             f"{type(runs).__name__} cannot be run with the batch ({', '.join(batch)}): {type(error).__name__}: {error}"
@@ -211,12 +252,15 @@ class _LayerSum:
     calls: list[TermWeights] = field(default_factory=list)  # of the batch that is being added
     weights: TermWeights | None = None  # of the last batch
     positions: tuple[Tensor, Tensor] | None = None  # of all
+    has_pairs: bool = False  # at the distance asked for
 
     def add(self, aligned: AlignedLogits, gradient: Tensor | None, offset: int | None) -> None:
         """Adds the terms of one softmax; of a layer that the loss does not reach, none."""
         gradient = torch.zeros_like(aligned.tapped.product) if gradient is None else gradient
         precise = torch.promote_types(torch.promote_types(gradient.dtype, aligned.query_input.dtype), torch.float32)
         weights = aligned.arrange(gradient.to(precise)) * aligned.factor
+        queries, keys = weights.shape[-2:]
+        self.has_pairs = self.has_pairs or offset is None or -queries < offset < keys
         if offset is not None:
             weights = weights.tril(offset).triu(offset)
         self.scale, self.relation = aligned.scale, aligned.relation
@@ -270,7 +314,11 @@ def _add_padded(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _add_batch(
-    model: nn.Module, forward: Callable[[nn.Module], Tensor], sums: list[_LayerSum], offset: int | None
+    model: nn.Module,
+    forward: Callable[[nn.Module], Tensor],
+    sums: list[_LayerSum],
+    offset: int | None,
+    room: Room,
 ) -> float:
     """Adds the updates of one batch; its loss."""
     holders = [holder for one in sums for holder in projections_of(one.layer).values()]
@@ -278,8 +326,8 @@ def _add_batch(
         model.eval()
         # Without what engines and mixed precision wrapped around its forward.
         runs = extract_model_from_parallel(model, keep_fp32_wrapper=False, keep_torch_compile=False)
-        with tap_logits(runs, holders) as taps:
-            value = _checked(forward(runs))
+        with tap_logits(runs, holders, room.admit_logits) as taps:
+            value = _checked(forward(runs), runs)
         found = [(one, align_logits(one.layer, tapped, taps)) for one, tapped in _by_layer(sums, taps)]
         terms = [(one, aligned) for one, several in found for aligned in several]
         products = [aligned.tapped.product for _, aligned in terms]
@@ -289,16 +337,26 @@ def _add_batch(
                 one.add(aligned, gradient, offset)
             for one in sums:
                 one.finish_batch()
+        room.logits = 0
         return float(value.detach())
 
 
-def _checked(value: Any) -> Tensor:
+def _checked(value: Any, model: nn.Module) -> Tensor:
     """The loss, if it is one."""
     if not isinstance(value, Tensor) or value.numel() != 1:
         found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"The loss must be a tensor of one number, got {found}.")
     if not value.requires_grad:
         raise ValueError("The loss has no gradient: the forward pass ran without one, or the loss is detached.")
+    if not value.isfinite():
+        plain = ((name, held) for name, held in model.named_parameters() if type(held.data) is Tensor)
+        broken = next((name for name, held in plain if held.element_size() > 1 and not held.isfinite().all()), None)
+        reason = (
+            f"The weight {broken!r} is not finite."
+            if broken is not None
+            else "No weight that is not finite was found; where no label is left to predict (all -100), a mean is 0/0."
+        )
+        raise ValueError(f"The loss is {value.item()}, which has no gradient. {reason}")
     return value.reshape(())
 
 

@@ -15,30 +15,76 @@ from torch.nn import functional as F
 from ..bilinear import BilinearForm
 
 
-__all__ = ["OuterSum", "Room"]
+__all__ = ["LogitsTooLargeError", "OuterSum", "Room", "check_memory"]
+
+
+def check_memory(value: float, option: str) -> None:
+    """
+    Refuses what is no amount of memory.
+
+    Args:
+        value (`float`): GiB.
+        option (`str`): What errors call it.
+
+    Raises:
+        ValueError: unless it is a number above 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"`{option}` must be a number of GiB above 0, got {value!r}.")
+
+
+class LogitsTooLargeError(ValueError):
+    """The attention logits of a batch take more than they may; those of fewer sequences might not."""
 
 
 @dataclass
 class Room:
-    """Bytes that sums may take in all, and what they take so far."""
+    """Bytes that attention logits and sums may take in all, and what they take so far."""
 
     limit: float
+    option: str = "memory_gib"  # what the limit is called where it was given
+    logits: int = 0  # of the batch that is being added
     taken: dict[str, int] = field(default_factory=dict)
+
+    def admit_logits(self, size: int) -> None:
+        """
+        Notes what the attention logits of a batch take, with what comes next.
+
+        Args:
+            size (`int`): Bytes of all logits up to here.
+
+        Raises:
+            LogitsTooLargeError: if that is too much, saying what there is to do.
+        """
+        held = sum(self.taken.values())
+        if size + held > self.limit:
+            beside = f" beside {held / 2**30:.3g} GiB of sums" if held else ""
+            raise LogitsTooLargeError(
+                f"The attention logits of a batch, all of which are held until their gradients are there, take "
+                f"{size / 2**30:.3g} GiB or more{beside}; that is more than `{self.option}` = "
+                f"{self.limit / 2**30:.3g}. Raise it, or give fewer sequences at once or shorter ones."
+            )
+        self.logits = size
 
     def reserve(self, name: str, size: int) -> None:
         """
         Notes what the sum of a layer takes.
+
+        Args:
+            name (`str`): Of the layer.
+            size (`int`): Bytes.
 
         Raises:
             ValueError: if that is too much, saying what there is to do.
         """
         self.taken[name] = size
         total = sum(self.taken.values())
-        if total > self.limit:
+        if total + self.logits > self.limit:
+            beside = f" beside {self.logits / 2**30:.3g} GiB of attention logits" if self.logits else ""
             raise ValueError(
-                f"The updates of {len(self.taken)} layers up to {name!r} take {total / 2**30:.3g} GiB, more than "
-                f"`memory_gib` = {self.limit / 2**30:.3g}. Raise it, choose fewer `layers`, or keep layer forms alone "
-                "with `heads=False`."
+                f"The updates of {len(self.taken)} layers up to {name!r} take {total / 2**30:.3g} GiB{beside}; that "
+                f"is more than `{self.option}` = {self.limit / 2**30:.3g}. Raise it, choose fewer `layers`, or keep "
+                "layer forms alone with `heads=False`."
             )
 
 

@@ -17,6 +17,7 @@ from transformers.masking_utils import eager_mask
 
 import hf_symqk
 from hf_symqk import find_attention_layers, qk_updates
+from hf_symqk.attention.tapping import tap_logits
 
 
 TOKENS = torch.randint(5, VOCAB, (3, 7), generator=torch.Generator().manual_seed(1))
@@ -476,7 +477,13 @@ def last(outputs, batch):
             lambda: build("bert", "AutoModelForMaskedLM"),
             MASKED_LM,
             {"memory_gib": 1e-6},
-            "take .* GiB, more than `memory_gib`",
+            "attention logits of a batch.* take .* more than `memory_gib`",
+        ),
+        (  # more than the logits: 5 · 8 bytes · 3 sequences · 4 heads · 7 · 7 tokens · 3 layers
+            lambda: build("bert", "AutoModelForMaskedLM"),
+            MASKED_LM,
+            {"memory_gib": 80_000 / 2**30},
+            "updates of .* layers up to .* take .* GiB beside .* of attention logits; .* more than `memory_gib`",
         ),
     ],
 )
@@ -486,6 +493,94 @@ def test_refusals(make, batch, options, message):
         batch, options = {"hidden": torch.randn(2, 4, 16)}, {"loss": last}
     with pytest.raises(ValueError, match=message):
         qk_updates(make(), batch, **options)
+
+
+BERT = ("bert", "AutoModelForMaskedLM", MASKED_LM)
+LLAMA = ("llama", "AutoModelForCausalLM", CAUSAL_LM)
+T5 = ("t5", "AutoModelForSeq2SeqLM", SEQUENCES)
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "message"),
+    [
+        (BERT, {"layers": []}, r"`layers` = \[\] asks for no layer"),
+        *((BERT, {"offset": offset}, "`offset` must be a whole number") for offset in (True, 1.0, "1")),
+        (BERT, {"offset": 7}, r"`offset` = 7: no sequence is long enough for two tokens of 'bert\.encoder"),
+        (BERT, {"offset": -7}, "`offset` = -7: no sequence is long enough"),
+        (LLAMA, {"offset": 1}, r"'model\.layers\.0\.self_attn' is causal, no token sees one that comes after"),
+        (T5, {"offset": 0, "attention": "cross"}, "is cross-attention, whose queries and keys stand in two"),
+        (BERT, {"loss": 3}, "`loss` must be a function of outputs and batch, got 3"),
+    ],
+)
+def test_options_that_cannot_be_meant(case, options, message):
+    """Zeros would be measured, or something else than was asked for."""
+    name, auto_class, batch = case
+    with pytest.raises(ValueError, match=message):
+        qk_updates(build(name, auto_class), batch, **options)
+
+
+def test_offsets_that_some_batches_are_too_short_for():
+    """The longest distances are measured where they are; short batches beside add nothing."""
+    model = build("bert", "AutoModelForMaskedLM")
+    short = {name: value[:, :3].contiguous() for name, value in (MASKED_LM | {"labels": TOKENS}).items()}
+    found = qk_updates(model, [MASKED_LM, short], offset=-6).layers[0].form.to_dense()
+    alone = qk_updates(model, MASKED_LM, offset=-6).layers[0].form.to_dense()
+    assert alone.abs().max() > 0
+    assert torch.allclose(found, alone)
+
+
+@pytest.mark.parametrize(("name", "auto_class", "batch"), [BERT, LLAMA])
+def test_nothing_to_predict(name, auto_class, batch):
+    """All labels left out, or all that a causal loss looks at."""
+    model = build(name, auto_class)
+    with pytest.raises(ValueError, match="All 21 labels of the batch are -100: nothing is predicted"):
+        qk_updates(model, {**batch, "labels": torch.full_like(TOKENS, -100)})
+    if name == "llama":
+        first = torch.full_like(TOKENS, -100)
+        first[:, 0] = 5
+        with pytest.raises(ValueError, match=r"The loss is nan.* No weight .* not finite was found; .*\(all -100\)"):
+            qk_updates(model, {**batch, "labels": first})
+
+
+def test_weights_that_are_not_finite():
+    """By name, and not as if other tokens reached the queries; also where the loss does not see them."""
+    model = build("bert", "AutoModelForMaskedLM")
+    query = model.bert.encoder.layer[1].attention.self.query
+    query.weight.data[0, 0] = torch.nan
+    with pytest.raises(
+        ValueError, match=r"The weight 'bert\.encoder\.layer\.1\.attention\.self\.query\.weight' is not"
+    ):
+        qk_updates(model, MASKED_LM)
+    with pytest.raises(ValueError, match="has no update of W_qk: its queries are not all finite numbers"):
+        qk_updates(
+            model,
+            {**MASKED_LM, "output_hidden_states": True},
+            loss=lambda outputs, batch: outputs.hidden_states[1].square().sum(),
+        )
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_logits_are_counted_before_they_are_there(name, attention):
+    """The limit is met by the product that would pass it: no product of that size is made."""
+    auto_class, batch = ("AutoModelForMaskedLM", MASKED_LM) if name == "bert" else ("AutoModelForCausalLM", CAUSAL_LM)
+    model = build(name, auto_class, attn_implementation=attention)
+    layers = len(find_attention_layers(model))
+    heads = model.config.num_attention_heads
+    a_layer = 5 * 8 * 3 * heads * 7 * 7  # 5 numbers of 8 bytes
+    asked: list[int] = []
+    with tap_logits(model.eval(), [], asked.append), torch.enable_grad():
+        model(**batch)
+    assert max(asked) == layers * a_layer
+    assert asked[0] == a_layer
+
+    def limit(size: int) -> None:
+        if size > a_layer:
+            raise MemoryError
+
+    with pytest.raises(MemoryError), tap_logits(model, [], limit) as taps, torch.enable_grad():
+        model(**batch)
+    assert len(taps.logits) == 1
 
 
 def test_public_names():
