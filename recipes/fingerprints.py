@@ -167,7 +167,7 @@ class FingerprintedTrainer(CheckpointLoadingTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.args.accelerator_config.split_batches:
+        if getattr(self.args.accelerator_config, "split_batches", False):
             raise RecipeError(
                 "accelerator_config: split_batches=true makes batch sizes those of all processes together, by which "
                 "the last step of an epoch would be cut wrongly; leave it out, and divide the batch size yourself."

@@ -41,7 +41,7 @@ class LastBatch:
         """How many sequences the batch has: of what the model's main input counts first, or else its labels do."""
         trainer = self._trainer()
         main = getattr(getattr(trainer, "model", None), "main_input_name", None)
-        names = [main, "input_ids", "labels", *self.inputs]
+        names = [name for name in (main, "input_ids", "labels", *self.inputs) if name]
         tensors = (value for name in names if isinstance(value := self.inputs.get(name), Tensor) and value.ndim)
         first = next(tensors, None)
         return 1 if first is None else first.shape[0]

@@ -161,7 +161,8 @@ def _is_tied(layer: AttentionLayer) -> bool:
     if query == key:
         return True
     holders = [layer.holder(part) for part in ("query", "key")]
-    weights = [getattr(holder, piece.weight, None) for holder, piece in zip(holders, (query, key), strict=True)]
+    names = [projection.pieces[0].weight for projection in (query, key)]
+    weights = [getattr(holder, name, None) for holder, name in zip(holders, names, strict=True)]
     return holders[0] is not holders[1] and weights[0] is not None and weights[0] is weights[1]
 
 

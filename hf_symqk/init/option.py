@@ -323,7 +323,7 @@ def _symmetries(values: Any) -> float | tuple[float, ...]:
     unordered = isinstance(values, str | bytes | Mapping | Set)
     listed = (values,) if is_one else () if unordered else tuple(values)
     if not listed or not all(
-        isinstance(value, Real) and not isinstance(value, bool) and -1 <= value <= 1 for value in listed
+        isinstance(value, Real) and not isinstance(value, bool) and -1 <= float(value) <= 1 for value in listed
     ):
         raise ValueError(
             "`symmetry` must be a number from -1 to 1, a non-empty sequence of them (one for each layer of a stack) "
