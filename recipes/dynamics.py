@@ -204,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> pd.DataFrame:
         `pandas.DataFrame`: The table of layers.
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=1000, help="training steps of each run, of 16 blocks of 64 tokens")
+    parser.add_argument("--steps", type=int, default=1000, help="steps of each run, of 16 blocks of 64 tokens")
     parser.add_argument("--measured", type=int, default=32, help="held-out batches, summed over in two halves")
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--vocab_size", type=int, default=512)

@@ -6,6 +6,7 @@ SEQUENCES STEPS FILE`; a number behind it starts from the checkpoint after that 
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -156,6 +157,18 @@ def run(model_type, batch, accumulation, output_dir, eval_batch=4, steps=3, resu
         "eval_loss": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
         "eval_tokens": [entry["eval_predicted_tokens"] for entry in history if "eval_loss" in entry],
     }
+
+
+def in_two_processes(model_type, batch, accumulation, sequences, steps, *resume, file):
+    """Runs this file under torchrun with two processes; what `run` returned there."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__]
+    command += map(str, [model_type, batch, accumulation, sequences, steps, file, *resume])
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(file.read_text())
+    assert result["processes"] == result["distributed"] == 2
+    return result
 
 
 def main():

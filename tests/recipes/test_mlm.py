@@ -290,10 +290,9 @@ def test_default_command(tmp_path):
     for row in table["layer"]:
         assert any(line.split()[:1] == [row] for line in done.stdout.splitlines()), done.stdout
     assert "6/6" in done.stderr  # progress
-    # From the cache, the first step comes soon; the limit is loose because the machine may be busy.
+    # From the cache (`benchmarks/recipes.py` measures how soon the first step then comes).
     again = launch(*command, cache=tmp_path / "cache", folder=tmp_path)
     assert again.returncode == 0, again.stderr[-3000:]
-    assert json.loads((folder / "all_results.json").read_text())["train_seconds_to_first_step"] < 45
     assert "Tokenizing" not in again.stderr
 
 

@@ -1,14 +1,9 @@
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from arguments import RecipeError
-from loss_run import CONFIGS, DECODERS, SEED, build_model, examples, masked, run
+from loss_run import CONFIGS, DECODERS, SEED, build_model, examples, in_two_processes, masked, run
 from masking import EVALUATION_MASK_SEED
 from token_weighted import TokenMeanLoss, TokenWeightedTrainer
 from torch.nn import functional
@@ -98,23 +93,11 @@ def test_held_out_loss_is_independent_of_batch_size_and_arguments(reference, tmp
         assert result["eval_loss"] == pytest.approx(reference("bert")["eval_loss"], rel=1e-5)
 
 
-def in_two_processes(*words, file):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    command += [str(Path(__file__).parent / "loss_run.py"), *words]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(file.read_text())
-    assert result["processes"] == result["distributed"] == 2
-    return result
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", MODELS)
 def test_two_processes_change_nothing(model_type, reference, tmp_path):
     file = tmp_path / "result.json"
-    agree(in_two_processes(model_type, "16", "1", "32", "3", str(file), file=file), reference(model_type))
+    agree(in_two_processes(model_type, "16", "1", "32", "3", file=file), reference(model_type))
 
 
 @pytest.mark.slow
@@ -125,7 +108,7 @@ def test_two_processes_over_epochs_that_end_within_a_step(model_type, tmp_path):
     reference = run(model_type, 8, 1, tmp_path / "one", sequences=22, steps=6)
     file = tmp_path / "result.json"
     for resume in ((), ("4",)):
-        result = in_two_processes(model_type, "2", "2", "22", "6", str(file), *resume, file=file)
+        result = in_two_processes(model_type, "2", "2", "22", "6", *resume, file=file)
         agree(result, reference)
         assert result["fingerprint"] == reference["fingerprint"]
         assert result["fingerprint"]["sequences"] == 44
