@@ -1,7 +1,7 @@
 """
 The hooks into Transformers; the only file that changes anything outside this package.
 
-`register()` (run on import) gives Transformers six things, and `unregister()` takes them back without a trace:
+`register()` (run on import) gives Transformers seven things, and `unregister()` takes them back without a trace:
 
 - every config has an attribute `qk_init`, kept as plain JSON values, so that the config saves, prints and copies;
 - `from_config(config, qk_init=...)` puts the option into a copy of the config;
