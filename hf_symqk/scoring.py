@@ -38,6 +38,7 @@ from .scores import METRICS, SPECTRAL_METRICS, LayerScores, QKScores
 
 __all__ = [
     "ScorableLayer",
+    "described",
     "head_forms",
     "join_gathering",
     "layer_form",
@@ -355,18 +356,30 @@ def _layer_scores(
             measured |= {name: band for name, band in bands.items() if not any(map(math.isnan, band))}
         for metric, values in zip(metrics, columns[:_ERROR_ROW] + columns[_ERROR_ROW + 1 :], strict=True):
             measured |= {metric: values[0], f"head_{metric}": tuple(values[1:])}
-    return LayerScores(
-        name=layer.name,
-        stack=layer.stack,
-        index=layer.index,
-        kind=layer.kind,
-        role=layer.role,
-        causal=layer.causal,
-        key_source=layer.key_source,
-        layout=layer.layout.name,
-        num_heads=layer.heads.num_attention_heads,
-        num_key_value_heads=layer.heads.num_key_value_heads,
-        head_dim=layer.heads.head_dim,
-        verified=layer.verified,
-        **measured,
-    )
+    return LayerScores(**described(layer), **measured)
+
+
+def described(layer: ScorableLayer) -> dict[str, Any]:
+    """
+    What a layer is, under the names of [`LayerScores`].
+
+    Args:
+        layer ([`ScorableLayer`]): The layer.
+
+    Returns:
+        `dict[str, Any]`
+    """
+    return {
+        "name": layer.name,
+        "stack": layer.stack,
+        "index": layer.index,
+        "kind": layer.kind,
+        "role": layer.role,
+        "causal": layer.causal,
+        "key_source": layer.key_source,
+        "layout": layer.layout.name,
+        "num_heads": layer.heads.num_attention_heads,
+        "num_key_value_heads": layer.heads.num_key_value_heads,
+        "head_dim": layer.heads.head_dim,
+        "verified": layer.verified,
+    }

@@ -108,9 +108,9 @@ def check_arms(runs: Iterable[Run]) -> list[str]:
         # Two options can be too alike for their names (lists in lists): what is recorded tells.
         name, written = arm_name(run.record["qk_init"]), json.dumps(run.record["qk_init"], sort_keys=True)
         other, expected, theirs = inits.setdefault(run.arm, (run, name, written))
-        if name == expected and written != theirs:
-            name, expected = written, theirs
         if written != theirs:
+            if name == expected:
+                name, expected = written, theirs
             raise ComparisonError(
                 f"{other.name} and {run.name} are both called {run.arm!r}, but run.json records different "
                 f"initialisations of them: {expected} and {name}. Let the group arm of a pattern tell them apart."

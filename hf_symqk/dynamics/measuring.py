@@ -20,6 +20,7 @@ from ..attention.tapping import TappedLogits, Taps, tap_logits
 from ..attention.tensors import is_sharded
 from ..attention.untouched import left_as_it_was
 from ..model_family import model_type
+from ..scoring import described
 from .aligning import AlignedLogits, Relation, align_logits, projections_of
 from .labels import check_labels
 from .outer_sums import LogitsTooLargeError, OuterSum, Room, check_memory
@@ -284,18 +285,7 @@ class _LayerSum:
         layer = self.layer
         assert self.positions is not None, "asked after a batch"
         return LayerUpdate(
-            name=layer.name,
-            stack=layer.stack,
-            index=layer.index,
-            kind=layer.kind,
-            layout=layer.layout.name,
-            num_heads=layer.heads.num_attention_heads,
-            num_key_value_heads=layer.heads.num_key_value_heads,
-            head_dim=layer.heads.head_dim,
-            role=layer.role,
-            causal=layer.causal,
-            key_source=layer.key_source,
-            verified=layer.verified,
+            **described(layer),
             scale=self.scale,
             relation=self.relation,
             position_as_prediction=self.positions[0],

@@ -5,7 +5,6 @@ attention module, and the outputs that change with it are those of the tokens th
     python -m oracle.directions --output directions.jsonl            # from the folder `tests`
 """
 
-import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from hf_symqk.attention import AttentionLayer, survey_attention
 from hf_symqk.attention.calling import Call, Rerun
 
 from . import census
-from .building import NoModelError, build, shake
+from .building import build, shake
 from .comparing import _run
 from .configs import LEVELS
 
@@ -130,25 +129,7 @@ def _output(module: nn.Module, rerun: Rerun, stream: list[str], hidden: Tensor, 
 
 def examine(model_type: str) -> Iterator[dict[str, Any]]:
     """One line for a type: of each layer what the package says and what the forward does."""
-    best: dict[str, Any] = {}
-    for level in LEVELS[:2]:
-        start = time.monotonic()
-        try:
-            record = _examine(model_type, level)
-        except NoModelError as error:
-            yield {"type": model_type, "status": "no model", "error": str(error), "layers": []}
-            return
-        except Exception as error:
-            record = {
-                "type": model_type, "status": "not built", "error": f"{type(error).__name__}: {error}"[:300],
-                "layers": [], "level": level, "seen": 0,
-            }  # fmt: skip
-        record["seconds"] = round(time.monotonic() - start, 1)
-        if not best or record["seen"] > best["seen"] or best["status"] == "not built":
-            best = record
-        yield best
-        if best["status"] == "all" or (level == 1 and best["seen"]):
-            break
+    yield from census.level_by_level(model_type, LEVELS[:2], _examine)
 
 
 def _examine(model_type: str, level: int) -> dict[str, Any]:

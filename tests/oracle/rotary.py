@@ -10,7 +10,6 @@ channels `R_pᵀ S_s` mixes is what counts, in the order of the rows of W_q, wha
 
 import inspect
 import itertools
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +22,6 @@ from hf_symqk.attention.calling import _POSITIONS, Call, Rerun
 from hf_symqk.attention.responding import SIDES, Side, Stream, _aligned
 
 from . import census
-from .building import NoModelError
 from .comparing import _direct_calls, _run
 from .configs import LEVELS
 from .rotating import reach, small_model
@@ -295,25 +293,7 @@ def describe(pairs: Sequence[tuple[int, int]] | None) -> str:
 
 def examine(model_type: str) -> Iterator[dict[str, Any]]:
     """One line for a type: of each layer which channels the forward rotates together."""
-    best: dict[str, Any] = {}
-    for level in LEVELS[:3]:
-        start = time.monotonic()
-        try:
-            record = _examine(model_type, level)
-        except NoModelError as error:
-            yield {"type": model_type, "status": "no model", "error": str(error), "layers": [], "seen": 0}
-            return
-        except Exception as error:
-            record = {
-                "type": model_type, "status": "not built", "error": f"{type(error).__name__}: {error}"[:300],
-                "layers": [], "level": level, "seen": 0,
-            }  # fmt: skip
-        record["seconds"] = round(time.monotonic() - start, 1)
-        if not best or record["seen"] > best["seen"] or best["status"] == "not built":
-            best = record
-        yield best
-        if best["status"] == "all" or (level > 0 and best["seen"]):
-            break
+    yield from census.level_by_level(model_type, LEVELS[:3], _examine)
 
 
 def _examine(model_type: str, level: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ EXPERIMENTS = ROOT / "recipes" / "experiments"
 KEPT = sorted(path.name for path in EXPERIMENTS.iterdir() if (path / "runs").is_dir())
 
 sys.path.insert(0, str(EXPERIMENTS))
-from keep import keep  # noqa: E402
+from keep import keep  # noqa: E402 (from the folder of the experiments, which is no package)
 
 
 def test_there_are_some():
