@@ -66,15 +66,15 @@ class ScoreHistory:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.columns = list(_ALL_COLUMNS if spectral else COLUMNS)
-        kept = pd.DataFrame(columns=self.columns)
+        kept: list[list[object]] = []
         if resumed_step and self.path.exists():
-            kept = read_history(self.path).reindex(columns=self.columns)
-            kept = kept[kept["step"] <= resumed_step]
-            kept["head"] = kept["head"].astype("string").fillna("")
-        self.steps = set(kept["step"])
+            table = read_history(self.path).reindex(columns=self.columns)
+            table = table[table["step"] <= resumed_step].astype({"head": "string"}).fillna({"head": ""})
+            kept = table.to_numpy(dtype=object).tolist()
+        self.steps = {row[0] for row in kept}
         # Written beside and moved into place: a kill in between leaves the old file or the new one, never a half.
         unfinished = self.path.with_suffix(".tmp")
-        self._write(unfinished, kept, mode="w", header=True)
+        self._write(unfinished, [self.columns, *kept], mode="w")
         os.replace(unfinished, self.path)
 
     def append(self, step: int, scores: QKScores) -> None:
@@ -88,13 +88,17 @@ class ScoreHistory:
         if step in self.steps:
             return
         self.steps.add(step)
-        layers = scores.to_pandas().assign(head="")
-        heads = scores.to_pandas(heads=True)
-        table = pd.concat([layers, heads]) if len(heads) else layers
-        self._write(self.path, table.assign(step=step), mode="a", header=False)
+        metrics, layers, heads = self.columns[4:], [], []
+        # Row by row: a pandas table of them takes several times as long as to score a small model.
+        for layer in scores.layers:
+            place = [step, layer.stack, layer.index]
+            layers.append([*place, "", *(getattr(layer, metric) for metric in metrics)])
+            of_heads = zip(*(getattr(layer, f"head_{metric}") for metric in metrics), strict=True)
+            heads += [[*place, head, *values] for head, values in enumerate(of_heads)]
+        self._write(self.path, [*layers, *heads], mode="a")
 
-    def _write(self, path: Path, table: pd.DataFrame, mode: str, header: bool) -> None:
+    def _write(self, path: Path, rows: list[list[object]], mode: str) -> None:
         with open(path, mode, encoding="utf-8", newline="") as file:
-            table.to_csv(file, columns=self.columns, index=False, header=header, na_rep="nan", lineterminator="\n")
+            csv.writer(file, lineterminator="\n").writerows(rows)
             file.flush()
             os.fsync(file.fileno())

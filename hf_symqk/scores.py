@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 
@@ -163,13 +164,7 @@ class QKScores:
         if stack is not None and stack not in self.stacks:
             raise ValueError(f"No stack named {stack!r}; there are {self.stacks}.")
         layers = [layer for layer in self.layers if stack is None or layer.stack == stack]
-        values = {
-            metric: pd.Series([getattr(layer, metric) for layer in layers], dtype=float) for metric in self.metrics
-        }
-        return {
-            metric: {name: float(series.quantile(level)) for name, level in _QUANTILES.items()}
-            for metric, series in values.items()
-        }
+        return {metric: _quantiles([getattr(layer, metric) for layer in layers]) for metric in self.metrics}
 
     def to_log(self, prefix: str = "qk", heads: bool = False) -> dict[str, float]:
         """
@@ -285,6 +280,13 @@ _ABOUT = (
     *("kind", "role", "causal", "num_heads", "num_key_value_heads", "head_dim", "layout", "verified", "name"),
     "key_source",
 )
+
+
+def _quantiles(values: Sequence[float | None]) -> dict[str, float]:
+    numbers = np.array(values, dtype=float)
+    numbers = numbers[~np.isnan(numbers)]
+    found = np.quantile(numbers, list(_QUANTILES.values())) if len(numbers) else np.full(len(_QUANTILES), np.nan)
+    return dict(zip(_QUANTILES, found.tolist(), strict=True))
 
 
 def _without_nan(value: Any) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from arguments import DataArguments, ModelArguments, TokenizerArguments
-from examples import next_token_example
+from examples import next_token_examples
 from language_modeling import Objective, train_language_model
 from modeling import DECODER
 from packing import decoder_frame
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> TokenWeightedTrainer:
         frame=decoder_frame,
         offset=1,
         predicted="token",
-        make_examples=lambda tokenizer, seed: next_token_example,
+        example_maker=lambda tokenizer, seed: next_token_examples,
     )
     return train_language_model(run, objective, model_arguments, tokenizer_arguments, data_arguments)
 

@@ -75,8 +75,8 @@ class Run:
             `dict`: Keyword arguments of its forward, which then gives a loss.
         """
         if self.is_masked:
-            examples = [masker(block.tolist(), epoch, index) for index, block in enumerate(blocks)]
-            inputs, labels = (torch.stack([one[name] for one in examples]) for name in ("input_ids", "labels"))
+            examples = masker(blocks.numpy(), epoch, range(len(blocks)))
+            inputs, labels = examples["input_ids"], examples["labels"]
         else:
             inputs, labels = blocks, F.pad(blocks[:, 1:], (0, 1), value=IGNORED)
         # Labels stand where the output is that is compared with them: the model is not to shift them itself.
@@ -99,7 +99,7 @@ class Run:
             `dict`: As [`~Run.batch`].
         """
         batch = self.batch(blocks, masker, epoch)
-        asked = torch.stack([masker(block.tolist(), epoch, index)["labels"] for index, block in enumerate(blocks)])
+        asked = masker(blocks.numpy(), epoch, range(len(blocks)))["labels"]
         labels = batch["labels"].masked_fill(asked == IGNORED, IGNORED)
         return {**batch, "labels": labels, "shift_labels": labels}
 

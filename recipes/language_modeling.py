@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import datasets
 from arguments import DataArguments, ModelArguments, RecipeError, TokenizerArguments
-from examples import BlockDataset, BlockStream, EpochCallback, MakeExample
+from examples import BlockDataset, BlockStream, EpochCallback, ExampleMaker
 from masking import EVALUATION_MASK_SEED
 from modeling import ModelKind, build_config, build_model
 from packing import BlockFrame, Packer
@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments, default_dat
 
 __all__ = ["Objective", "train_language_model"]
 
-MakeExamples = Callable[[PreTrainedTokenizerBase, int], MakeExample]
+MakerOf = Callable[[PreTrainedTokenizerBase, int], ExampleMaker]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Objective:
         frame (`Callable`): Special tokens of a block, from the tokenizer.
         offset (`int`): How many places before its label a prediction stands.
         predicted (`str`): What a prediction is made for, in the printed summary.
-        make_examples (`Callable`): From tokenizer and seed, what makes an example of a block.
+        example_maker (`Callable`): From tokenizer and seed, what makes examples of blocks.
     """
 
     kind: ModelKind
@@ -46,7 +46,7 @@ class Objective:
     frame: Callable[[PreTrainedTokenizerBase], BlockFrame]
     offset: int
     predicted: str
-    make_examples: MakeExamples
+    example_maker: MakerOf
 
 
 def train_language_model(
@@ -95,8 +95,8 @@ def train_language_model(
     model = run.build(model_arguments.qk_init, lambda option: build_model(config, option, block_size, objective.kind))
 
     with arguments.main_process_first(desc="packing the text"):
-        train = _training_examples(documents, packer, objective.make_examples, arguments, data_arguments)
-        held_out = _held_out_examples(documents, packer, objective.make_examples, data_arguments)
+        train = _training_examples(documents, packer, objective.example_maker, arguments, data_arguments)
+        held_out = _held_out_examples(documents, packer, objective.example_maker, data_arguments)
     number = len(train) if isinstance(train, BlockDataset) else None
     run.announce(
         f"text: {'a stream of' if number is None else f'{number:,}'} training and "
@@ -140,25 +140,25 @@ def train_language_model(
 def _training_examples(
     documents: Documents,
     packer: Packer,
-    make_examples: MakeExamples,
+    example_maker: MakerOf,
     training_arguments: TrainingArguments,
     data_arguments: DataArguments,
 ) -> BlockDataset | BlockStream:
     data_seed = training_arguments.data_seed
     seed = training_arguments.seed if data_seed is None else data_seed
-    make_example, column = make_examples(packer.tokenizer, seed), documents.text_column
+    make_examples, column = example_maker(packer.tokenizer, seed), documents.text_column
     if isinstance(documents.train, datasets.IterableDataset):
-        return BlockStream(documents.train, column, packer, make_example, data_arguments.shuffle_buffer_size, seed)
+        return BlockStream(documents.train, column, packer, make_examples, data_arguments.shuffle_buffer_size, seed)
     blocks = packer.dataset(documents.train, column, data_arguments.preprocessing_num_workers, "packed-train")
-    return BlockDataset(blocks, make_example)
+    return BlockDataset(blocks, make_examples)
 
 
 def _held_out_examples(
-    documents: Documents, packer: Packer, make_examples: MakeExamples, data_arguments: DataArguments
+    documents: Documents, packer: Packer, example_maker: MakerOf, data_arguments: DataArguments
 ) -> BlockDataset | None:
     if documents.held_out is None:
         return None
     workers = data_arguments.preprocessing_num_workers
     blocks = packer.dataset(documents.held_out, documents.text_column, workers, "packed-held-out")
     # The same in every run, whatever its seed.
-    return BlockDataset(blocks, make_examples(packer.tokenizer, EVALUATION_MASK_SEED))
+    return BlockDataset(blocks, example_maker(packer.tokenizer, EVALUATION_MASK_SEED))

@@ -5,7 +5,7 @@ processes and workers, and the place where a run was resumed. Here each example 
 (seed, epoch, index): one process with a batch of 32, four accumulated batches of 8 and two processes with 16 see the
 same masked sequences.
 
-Shape legend: `N` tokens of a sequence.
+Shape legend: `B` sequences of a batch, `N` tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EVALUATION_MASK_SEED = 10_000
 
 class TokenMasker:
     """
-    Masks a sequence as BERT does: of the chosen tokens 80 % become the mask token, 10 % a random one, 10 % stay.
+    Masks sequences as BERT does: of the chosen tokens 80 % become the mask token, 10 % a random one, 10 % stay.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`):
@@ -56,29 +56,32 @@ class TokenMasker:
         self.probability = probability
         self.seed = seed
 
-    def __call__(self, input_ids: Sequence[int], epoch: int, index: int) -> dict[str, torch.Tensor]:
+    def __call__(self, input_ids: np.ndarray, epoch: int, indices: Sequence[int]) -> dict[str, torch.Tensor]:
         """
-        Masks one sequence.
+        Masks sequences.
 
         Args:
-            input_ids (sequence of `int`):
-                Token ids of shape `(N,)`.
+            input_ids (`numpy.ndarray`):
+                Token ids of shape `(B, N)`.
             epoch (`int`):
                 Pass over the data, from 0.
-            index (`int`):
-                Place of the sequence in the data, from 0.
+            indices (sequence of `int`):
+                Places of the `B` sequences in the data, from 0.
 
         Returns:
-            `dict`: `input_ids` and `labels`, `int64` of shape `(N,)`; labels are -100 where nothing is predicted.
+            `dict`: `input_ids` and `labels`, `int64` of shape `(B, N)`; labels are -100 where nothing is predicted.
         """
         original = np.asarray(input_ids, dtype=np.int64)
-        generator = np.random.default_rng([self.seed, epoch, index])
-        # Each draw takes the same amount from the generator whatever was chosen, so that one token's fate never
-        # shifts another's.
-        chosen = generator.random(original.shape) < self.probability
-        fate = generator.random(original.shape)
-        random_ids = generator.integers(self.vocab_size, size=original.shape)
-        chosen &= self._ordinary[original]
+        choice, fate = np.empty(original.shape), np.empty(original.shape)
+        random_ids = np.empty_like(original)
+        for row, index in enumerate(indices):
+            generator = np.random.default_rng([self.seed, epoch, index])
+            # Each draw takes the same amount from the generator whatever was chosen, so that one token's fate never
+            # shifts another's.
+            generator.random(out=choice[row])
+            generator.random(out=fate[row])
+            random_ids[row] = generator.integers(self.vocab_size, size=original.shape[1])
+        chosen = (choice < self.probability) & self._ordinary[original]
         masked = np.where(fate < 0.8, self.mask_token_id, np.where(fate < 0.9, original, random_ids))
         masked = np.where(chosen, masked, original)
         labels = np.where(chosen, original, IGNORED)

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> TokenWeightedTrainer:
         frame=encoder_frame,
         offset=0,
         predicted="masked token",
-        make_examples=lambda tokenizer, seed: TokenMasker(tokenizer, masking_arguments.mlm_probability, seed),
+        example_maker=lambda tokenizer, seed: TokenMasker(tokenizer, masking_arguments.mlm_probability, seed),
     )
     return train_language_model(run, objective, model_arguments, tokenizer_arguments, data_arguments)
 

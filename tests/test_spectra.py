@@ -159,6 +159,11 @@ def test_tables_and_files_hold_them(llama, tmp_path):
     assert list(scores.to_pandas(heads=True)["effective_rank"])[:2] == list(scores.layers[0].head_effective_rank[:2])
     history = ScoreHistory(tmp_path / "qk_scores.csv", 0, spectral=True)
     history.append(5, scores)
+    written = (tmp_path / "qk_scores.csv").read_text()
+    rows = pd.concat([scores.to_pandas().assign(head=""), scores.to_pandas(heads=True)]).assign(step=5)
+    assert written == rows.to_csv(columns=history.columns, index=False, na_rep="nan", lineterminator="\n")
+    ScoreHistory(tmp_path / "qk_scores.csv", 5, spectral=True)
+    assert (tmp_path / "qk_scores.csv").read_text() == written, "a resumed run leaves what was measured as it is"
     table = read_history(tmp_path / "qk_scores.csv")
     np.testing.assert_allclose(
         table.loc[table["head"].isna(), "skew_energy"], [layer.skew_energy for layer in scores.layers]

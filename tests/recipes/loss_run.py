@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 import datasets
 import numpy as np
 import torch
-from examples import BlockDataset, EpochCallback, next_token_example
+from examples import BlockDataset, EpochCallback, next_token_examples
 from masking import EVALUATION_MASK_SEED, TokenMasker
 from token_weighted import TokenWeightedTrainer
 from transformers import (
@@ -103,10 +103,11 @@ def _rows(count, data_seed):
     return datasets.Dataset.from_dict({"input_ids": rows.tolist()})
 
 
-def _next_tokens_of_some(input_ids, epoch, index):
-    example = next_token_example(input_ids, epoch, index)
-    example["labels"][2 + index % (LENGTH - 2) :] = -100
-    return example
+def _next_tokens_of_some(input_ids, epoch, indices):
+    made = next_token_examples(input_ids, epoch, indices)
+    for labels, index in zip(made["labels"], indices, strict=True):
+        labels[2 + index % (LENGTH - 2) :] = -100
+    return made
 
 
 def build_model(model_type):

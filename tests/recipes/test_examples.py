@@ -11,7 +11,7 @@ from examples import (
     BlockSampler,
     BlockStream,
     EpochCallback,
-    next_token_example,
+    next_token_examples,
     without_fillers,
 )
 from masking import TokenMasker
@@ -31,29 +31,48 @@ def equal(one, two):
 
 def test_next_tokens_are_all_predicted_but_the_first():
     """Whoever counts labels, shifted or not, has to come to the same number."""
-    example = next_token_example([7, 8, 9], 3, 5)
-    assert example["input_ids"].tolist() == [7, 8, 9]
-    assert example["labels"].tolist() == [-100, 8, 9]
-    assert example["input_ids"].dtype == example["labels"].dtype == torch.int64
+    examples = next_token_examples(np.array([[7, 8, 9], [4, 5, 6]], dtype=np.int32), 3, [5, 2])
+    assert examples["input_ids"].tolist() == [[7, 8, 9], [4, 5, 6]]
+    assert examples["labels"].tolist() == [[-100, 8, 9], [-100, 5, 6]]
+    assert examples["input_ids"].dtype == examples["labels"].dtype == torch.int64
 
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_see_the_epoch(tokenizer, persistent):
-    data = BlockDataset(blocks(), TokenMasker(tokenizer, 0.15, seed=0))
+    masker = TokenMasker(tokenizer, 0.15, seed=0)
+    data, rows = BlockDataset(blocks(), masker), np.array(blocks()["input_ids"])
     loader = DataLoader(
         data, batch_size=5, num_workers=2, persistent_workers=persistent, collate_fn=default_data_collator
     )
     for epoch in (0, 1, 2):
         data.epoch = epoch
         labels = torch.cat([batch["labels"] for batch in loader])
-        expected = torch.stack([data.make_example(data.blocks[i]["input_ids"], epoch, i)["labels"] for i in range(24)])
-        assert torch.equal(labels, expected)
+        assert torch.equal(labels, masker(rows, epoch, range(24))["labels"])
 
 
 def test_one_row_and_a_batch_agree(tokenizer):
     data = BlockDataset(blocks(), TokenMasker(tokenizer, 0.15, seed=0))
     assert len(data) == 24
     assert equal(data.__getitems__([3, 9, 2])[1], data[9])
+
+
+def test_rows_are_those_of_the_table_however_it_is_cut(tmp_path):
+    """In memory and mapped, in pieces of several sizes, selected, and in a process that was spawned."""
+    rows = np.array(blocks()["input_ids"])
+    pieces = [datasets.Dataset.from_dict({"input_ids": part.tolist()}) for part in np.split(rows, [1, 8, 8 + 13])]
+    whole = datasets.concatenate_datasets(pieces)
+    whole.save_to_disk(str(tmp_path))
+    order = [23, 0, 1, 7, 8, 20, 21, 0]
+    for table, places in (
+        (whole, order),
+        (datasets.Dataset.load_from_disk(str(tmp_path)), order),
+        (whole.select(order), range(len(order))),
+    ):
+        data = BlockDataset(table, next_token_examples)
+        read = default_data_collator(data.__getitems__(list(places)))
+        assert read["input_ids"].tolist() == rows[order].tolist()
+        loader = DataLoader(data, batch_size=8, num_workers=1, sampler=places, multiprocessing_context="spawn")
+        assert torch.equal(next(iter(loader))["input_ids"], read["input_ids"])
 
 
 def test_callback_counts_epochs_after_a_resume_too(tokenizer):
@@ -71,7 +90,7 @@ def test_callback_counts_epochs_after_a_resume_too(tokenizer):
 @pytest.mark.parametrize("seed", [0, 7])
 def test_order_is_that_of_trainer(seed):
     """Runs from before this sampler pair with those after it."""
-    data = BlockDataset(blocks(), next_token_example)
+    data = BlockDataset(blocks(), next_token_examples)
     theirs = SeedableRandomSampler(data, data_seed=seed)
     for epoch in (0, 1, 2):
         data.epoch = epoch
@@ -108,8 +127,9 @@ def test_stream_goes_on_with_the_next_pass(documents, tokenizer):
     masked = stream(documents, tokenizer)
     rows = list(masked.packer.blocks(documents))
     seen = first(masked, len(rows) + 3)
-    assert all(equal(seen[i], masked.make_example(rows[i], 0, i)) for i in range(len(rows)))
-    assert all(equal(seen[len(rows) + i], masked.make_example(rows[i], 1, i)) for i in range(3))
+    for number, start, count in ((0, 0, len(rows)), (1, len(rows), 3)):
+        expected = masked.make_examples(np.array(rows[:count]), number, range(count))
+        assert equal(default_data_collator(seen[start : start + count]), expected)
 
 
 def test_stream_is_shuffled_anew_in_each_pass_and_reproducibly(documents, tokenizer):

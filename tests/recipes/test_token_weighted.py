@@ -16,9 +16,8 @@ def nats_and_tokens(model_type, data, epoch=0):
     """Sum of -log p over the predicted tokens, and their number, by hand: one sequence at a time, in float64."""
     model, before = build_model(model_type), int(model_type in DECODERS)
     model = model.double().eval()
-    total, count = 0.0, 0
-    for index in range(len(data)):
-        example = data.make_example(data.blocks[index]["input_ids"], epoch, index)
+    total, count, data.epoch = 0.0, 0, epoch
+    for example in (data[index] for index in range(len(data))):
         with torch.no_grad():
             logits = model(input_ids=example["input_ids"][None]).logits[0]
         for place, label in enumerate(example["labels"].tolist()):
@@ -31,7 +30,7 @@ def nats_and_tokens(model_type, data, epoch=0):
 def gradient_norm(model_type, data):
     """Norm of the gradient of the mean over all predicted tokens, in one batch."""
     model = build_model(model_type).train()
-    rows = [data.make_example(data.blocks[index]["input_ids"], 0, index) for index in range(len(data))]
+    rows = data.__getitems__(range(len(data)))
     inputs, labels = (torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))
     logits = model(input_ids=inputs).logits
     if model_type in DECODERS:
@@ -172,7 +171,7 @@ def test_several_gpus_in_one_process_are_refused():
 
 def test_held_out_set_without_masks(tmp_path):
     data = masked(3, 0, 0)
-    data.make_example.probability = 0.0
+    data.make_examples.probability = 0.0
     from transformers import TrainingArguments, default_data_collator
 
     trainer = TokenWeightedTrainer(
