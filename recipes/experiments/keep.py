@@ -49,7 +49,7 @@ def keep(source: Path, target: Path) -> list[str]:
     Copies the finished runs of a comparison, and its report.
 
     Args:
-        source (`Path`): Output folder of `compare.py`.
+        source (`Path`): Output folder of `compare.py`, or one that runs and `symqk compare` were given the same way.
         target (`Path`): Folder that takes `runs` and `comparison`; what is there of other runs stays. The source
             itself, where `compare.py` has added runs to those that are kept there: their states are cut in place.
 
@@ -68,8 +68,9 @@ def keep(source: Path, target: Path) -> list[str]:
             continue
         folder = target / "runs" / run.name
         folder.mkdir(parents=True, exist_ok=True)
-        for name in _COPIED if folder.resolve() != run.resolve() else ():
-            shutil.copyfile(run / name, folder / name)
+        copied = [run / name for name in _COPIED if folder.resolve() != run.resolve()]
+        for file in filter(Path.is_file, copied):  # runs of one's own have no compare.json
+            shutil.copyfile(file, folder / file.name)
         state = kept_state(json.loads((run / _STATE).read_text(encoding="utf-8")))
         (folder / _STATE).write_text(json.dumps(state, separators=(",", ":")) + "\n", encoding="utf-8")
         names.append(run.name)
