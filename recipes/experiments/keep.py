@@ -75,7 +75,8 @@ def keep(source: Path, target: Path) -> list[str]:
         (folder / _STATE).write_text(json.dumps(state, separators=(",", ":")) + "\n", encoding="utf-8")
         names.append(run.name)
     if source.resolve() != target.resolve():
-        shutil.copytree(source / "comparison", target / "comparison", dirs_exist_ok=True)
+        drawn_twice = shutil.ignore_patterns("*.pdf")
+        shutil.copytree(source / "comparison", target / "comparison", ignore=drawn_twice, dirs_exist_ok=True)
     return names
 
 

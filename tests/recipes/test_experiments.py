@@ -14,13 +14,15 @@ from hf_symqk.comparison.writing import write_comparison
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = ROOT / "recipes" / "experiments"
 KEPT = sorted(path.name for path in EXPERIMENTS.iterdir() if (path / "runs").is_dir())
+# Of an experiment that `symqk compare` was given more for than the folder.
+OPTIONS = {"finetune": {"differing": ["model_name_or_path"], "pattern": r"(?P<arm>[^/]+)--seed\d+$"}}
 
 sys.path.insert(0, str(EXPERIMENTS))
 from keep import keep  # noqa: E402 (from the folder of the experiments, which is no package)
 
 
 def test_there_are_some():
-    assert {"encoder", "decoder", "vision"} <= set(KEPT)
+    assert {"encoder", "decoder", "vision", "finetune"} <= set(KEPT)
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -29,7 +31,8 @@ def test_report_is_that_of_the_runs(name, tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).symlink_to(EXPERIMENTS / name)
     monkeypatch.chdir(tmp_path)  # runs are called as they were when they were made
-    written = write_comparison(compare_runs([Path("out", name, "runs")], baseline="none"), "again", figure=False)
+    comparison = compare_runs([Path("out", name, "runs")], baseline="none", **OPTIONS.get(name, {}))
+    written = write_comparison(comparison, "again", figure=False)
     kept = EXPERIMENTS / name / "comparison"
     for file in written:
         assert file.read_text() == (kept / file.name).read_text(), file.name
