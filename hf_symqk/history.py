@@ -6,7 +6,9 @@ Columns: `step`, `stack` (empty if the model has one), `layer`, `head` (empty fo
 """
 
 import csv
+import math
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -16,7 +18,8 @@ from .scores import METRICS, SPECTRAL_METRICS, QKScores
 
 __all__ = ["COLUMNS", "ScoreHistory", "read_history"]
 
-COLUMNS = ("step", "stack", "layer", "head", *METRICS)
+_PLACE = ("step", "stack", "layer", "head")
+COLUMNS = (*_PLACE, *METRICS)
 _ALL_COLUMNS = (*COLUMNS, *SPECTRAL_METRICS)
 
 
@@ -43,7 +46,7 @@ def read_history(path: str | os.PathLike) -> pd.DataFrame:
         raise ValueError(f"{str(path)!r} is not a history of W_qk scores; its first line is not {','.join(COLUMNS)}.")
     finished = csv.reader(line for line in lines[1:] if line.endswith("\n"))
     table = pd.DataFrame([row for row in finished if len(row) == len(columns)], columns=list(columns))
-    types = {"step": "int64", "layer": "int64", "head": "Int64", **dict.fromkeys(columns[4:], "float64")}
+    types = {"step": "int64", "layer": "int64", "head": "Int64", **dict.fromkeys(columns[len(_PLACE) :], "float64")}
     table["head"] = table["head"].where(table["head"] != "", pd.NA)
     return table.astype(types)
 
@@ -88,16 +91,19 @@ class ScoreHistory:
         if step in self.steps:
             return
         self.steps.add(step)
-        metrics, layers, heads = self.columns[4:], [], []
+        metrics = self.columns[len(_PLACE) :]
+        layers: list[list[object]] = []
+        heads: list[list[object]] = []
         # Row by row: a pandas table of them takes several times as long as to score a small model.
         for layer in scores.layers:
             place = [step, layer.stack, layer.index]
-            layers.append([*place, "", *(getattr(layer, metric) for metric in metrics)])
+            values = [getattr(layer, metric) for metric in metrics]
+            layers.append([*place, "", *(math.nan if value is None else value for value in values)])
             of_heads = zip(*(getattr(layer, f"head_{metric}") for metric in metrics), strict=True)
-            heads += [[*place, head, *values] for head, values in enumerate(of_heads)]
+            heads += [[*place, head, *row] for head, row in enumerate(of_heads)]
         self._write(self.path, [*layers, *heads], mode="a")
 
-    def _write(self, path: Path, rows: list[list[object]], mode: str) -> None:
+    def _write(self, path: Path, rows: Iterable[Sequence[object]], mode: str) -> None:
         with open(path, mode, encoding="utf-8", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows(rows)
             file.flush()

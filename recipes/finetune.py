@@ -52,7 +52,7 @@ from hf_symqk._held_out import held_out_results
 
 __all__ = ["DEFAULTS", "FinetuneModelArguments", "main"]
 
-# Chosen with small encoders, pretrained and fresh, and the built-in passages: longer or faster runs learn those by heart.
+# Chosen with small encoders, pretrained and fresh; longer or faster runs learn the built-in passages by heart.
 DEFAULTS = recipe_defaults("out/finetune", max_steps=100, learning_rate=5e-4, logging_steps=10, eval_steps=25)
 STREAM_TOKENIZER_EXAMPLES = 10_000
 

@@ -171,8 +171,11 @@ def test_tables_and_files_hold_them(llama, tmp_path):
     # Resumed without them, and with them again: what was not measured is missing.
     ScoreHistory(tmp_path / "qk_scores.csv", 5).append(6, score_model(llama))
     assert "positivity" not in read_history(tmp_path / "qk_scores.csv")
-    ScoreHistory(tmp_path / "qk_scores.csv", 6, spectral=True).append(7, scores)
+    history = ScoreHistory(tmp_path / "qk_scores.csv", 6, spectral=True)
+    history.append(7, scores)
+    history.append(8, score_model(llama, heads=False))
     table = read_history(tmp_path / "qk_scores.csv")
+    assert pd.isna(table.loc[table["step"] == 8, "positivity"]).all()
     assert pd.isna(table.loc[table["step"] == 6, "positivity"]).all()
     assert table.loc[table["step"] == 7, "positivity"].notna().all()
 
