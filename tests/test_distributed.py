@@ -3,12 +3,12 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from architectures import BY_NAME, LAYERS
+from launching import in_processes
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertModel
 
 from hf_symqk import QKScores, find_attention_layers, score_model
@@ -20,9 +20,8 @@ HERE = Path(__file__).parent
 
 def torchrun(script: str, *arguments: str, processes: int = 2, timeout: int = 600, **environment: str) -> None:
     """Runs a script of this folder in several processes and shows what they printed if it fails."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     result = subprocess.run(
-        [*command, str(HERE / script), *arguments],
+        [*in_processes(processes), str(HERE / script), *arguments],
         env={**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment},
         capture_output=True,
         text=True,

@@ -12,12 +12,14 @@ from pathlib import Path
 
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 
 import datasets
 import numpy as np
 import torch
 from examples import BlockDataset, EpochCallback, next_token_examples
+from launching import in_processes
 from masking import EVALUATION_MASK_SEED, TokenMasker
 from token_weighted import TokenWeightedTrainer
 from transformers import (
@@ -162,8 +164,11 @@ def run(model_type, batch, accumulation, output_dir, eval_batch=4, steps=3, resu
 
 def in_two_processes(model_type, batch, accumulation, sequences, steps, *resume, file):
     """Runs this file under torchrun with two processes; what `run` returned there."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__]
-    command += map(str, [model_type, batch, accumulation, sequences, steps, file, *resume])
+    command = [
+        *in_processes(2),
+        __file__,
+        *map(str, [model_type, batch, accumulation, sequences, steps, file, *resume]),
+    ]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -10,6 +10,7 @@ import clm
 import pandas as pd
 import pytest
 from arguments import RecipeError
+from launching import in_processes
 from test_mlm import ROOT, SMALL, history, launch, record, words
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -125,8 +126,7 @@ def test_default_command(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_run_the_recipe(text_files, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(ROOT / "recipes" / "clm.py")]
+    command = [*in_processes(2), str(ROOT / "recipes" / "clm.py")]
     for streaming in ((), ("--streaming", "--stream_validation_documents", "6")):
         losses, hashes = [], []
         # Two processes with two accumulated batches of 2, and one with one of 8.

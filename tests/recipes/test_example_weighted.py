@@ -6,7 +6,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +15,7 @@ import torch
 from arguments import RecipeError
 from example_run import HELD_OUT, SEED, STEP, TRAINING, build_model, examples, run
 from example_weighted import ExampleMeanLoss, ExampleWeightedTrainer, KeyedSampler
+from launching import in_processes
 from torch.nn import functional
 from transformers import ViTForImageClassification
 
@@ -123,9 +123,7 @@ def test_best_model_is_loaded_under_other_names(tmp_path):
 
 
 def torchrun(*words):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    command += [str(Path(__file__).parent / "example_run.py"), *words]
+    command = [*in_processes(2), str(Path(__file__).parent / "example_run.py"), *words]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]

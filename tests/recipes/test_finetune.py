@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from arguments import RecipeError
+from launching import in_processes
 from sequence_data import TASKS, SequenceArguments, builtin_passages
 from test_mlm import ROOT, launch
 from transformers import (
@@ -257,8 +258,7 @@ def test_contradictions_are_named():
 
 @pytest.mark.slow
 def test_two_processes_run_the_recipe(files, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(ROOT / "recipes" / "finetune.py")]
+    command = [*in_processes(2), str(ROOT / "recipes" / "finetune.py")]
     runs = {}
     for name, prefix, batch in (("two", command, "4"), ("one", [sys.executable, command[-1]], "8")):
         flags = [*words(tmp_path / name, *FRESH, "--train_file", files["numbers"], steps=7)]

@@ -11,6 +11,7 @@ import torch
 from arguments import RecipeError
 from examples import BlockDataset
 from huggingface_hub import ModelCard
+from launching import in_processes
 from transformers import AutoModelForMaskedLM, AutoTokenizer, TrainerCallback
 
 import hf_symqk
@@ -298,8 +299,7 @@ def test_default_command(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_run_the_recipe(text_files, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(ROOT / "recipes" / "mlm.py")]
+    command = [*in_processes(2), str(ROOT / "recipes" / "mlm.py")]
     losses = {}
     for streaming in ((), ("--streaming", "--stream_validation_documents", "6")):
         for name, prefix, batch in (("two", command, "4"), ("one", [sys.executable, command[-1]], "8")):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import vit
 from arguments import RecipeError
+from launching import in_processes
 from PIL import Image
 from test_mlm import ROOT, launch
 from transformers import AutoImageProcessor, AutoModelForImageClassification
@@ -119,8 +120,7 @@ def test_bad_input_ends_before_training(tmp_path, more, message, monkeypatch):
 
 @pytest.mark.slow
 def test_two_processes_run_the_recipe(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(ROOT / "recipes" / "vit.py")]
+    command = [*in_processes(2), str(ROOT / "recipes" / "vit.py")]
     runs = {}
     for name, prefix, batch in (("two", command, "256"), ("one", [sys.executable, command[-1]], "512")):
         flags = [*words(tmp_path / name), "--per_device_train_batch_size", batch]
