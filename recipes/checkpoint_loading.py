@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from arguments import RecipeError
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
@@ -21,6 +22,23 @@ class CheckpointLoadingTrainer(Trainer):
     """
 
     _renamed = False
+
+    def load_checkpoint(self, folder: str) -> None:
+        """
+        Puts the weights of a checkpoint into the model, to evaluate it without training.
+
+        Args:
+            folder (`str`):
+                Of the checkpoint.
+
+        Raises:
+            RecipeError: where parameters are spread over processes, which only training prepares.
+        """
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            raise RecipeError(
+                f"do_train is off and resume_from_checkpoint={folder!r}: evaluate it without DeepSpeed and FSDP."
+            )
+        self._load_from_checkpoint(folder)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         self._renamed = bool(load_result.unexpected_keys)

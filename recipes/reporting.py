@@ -6,6 +6,7 @@ weights), directionality in [-1, 1] (negative: columns dominate).
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -20,6 +21,8 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_symqk import QKScores
+from hf_symqk.cards import SCORES_FIGURE, write_model_card
+from hf_symqk.plots import plot_history
 
 
 __all__ = [
@@ -29,8 +32,11 @@ __all__ = [
     "compare_scores",
     "final_evaluation",
     "label_entropy",
+    "write_card",
     "write_score_table",
 ]
+
+logger = logging.getLogger(__name__)
 
 SCORE_TABLE = "qk_scores_first_last.csv"
 # The norm stands beside the scores: a symmetric W_qk starts √2 above an independent one of the same scale.
@@ -164,3 +170,28 @@ def final_evaluation(trainer: Trainer) -> dict[str, float]:
         if entry.get("step") == trainer.state.global_step and "eval_loss" in entry and not reloaded:
             return {name: value for name, value in entry.items() if name.startswith("eval_")}
     return trainer.evaluate()
+
+
+def write_card(folder: Path) -> None:
+    """
+    Writes the model card of a run and its figure. The run is over and saved: whatever is wrong with a picture or a
+    text must not make a failure of it.
+
+    Args:
+        folder (`Path`):
+            Output folder of the run.
+    """
+    try:
+        figure = plot_history(folder)
+        from matplotlib import pyplot
+
+        figure.savefig(folder / SCORES_FIGURE)
+        pyplot.close(figure)
+    except ImportError as error:
+        logger.info("the model card has no figure: %s", error)
+    except Exception as error:
+        logger.warning("the model card has no figure: %s: %s", type(error).__name__, error)
+    try:
+        write_model_card(folder)
+    except Exception as error:
+        logger.warning("no model card: %s: %s", type(error).__name__, error)

@@ -20,7 +20,8 @@ import transformers
 from argument_parsing import parse_arguments
 from arguments import RecipeError, SourceArguments, parse_qk_init
 from fingerprints import FingerprintedTrainer, count_parameters, fingerprint_weights
-from reporting import FirstStepClock, announce, compare_scores, final_evaluation, write_score_table
+from reporting import FirstStepClock, announce, compare_scores, final_evaluation, write_card, write_score_table
+from resuming import checkpoint_to_resume
 from run_record import RunRecord, software_versions, without_secrets
 from transformers import (
     PreTrainedModel,
@@ -31,8 +32,6 @@ from transformers import (
 )
 
 import hf_symqk
-from hf_symqk.cards import SCORES_FIGURE, write_model_card
-from hf_symqk.plots import plot_history
 
 
 __all__ = ["UNLESS_GIVEN", "Run", "check_stream", "recipe_defaults", "run_script", "start_run"]
@@ -130,6 +129,10 @@ def start_run(
         raise RecipeError("do_predict: the recipe has no test part; give it as held-out data and use --do_eval.")
     if not (arguments.do_train or arguments.do_eval):
         raise RecipeError("do_train and do_eval are both off: there is nothing to do.")
+    arguments.resume_from_checkpoint = checkpoint_to_resume(arguments)
+    if arguments.resume_from_checkpoint is not None:
+        # An uninterrupted run evaluates at no such step, and the two have to log the same.
+        arguments.eval_on_start = False
     used = ", ".join(f"{name}={value}" for name, value in parsed.used_defaults.items())
     run.announce(f"defaults of the recipe in use: {used or 'none'}")
     return run
@@ -253,6 +256,11 @@ class Run:
         """
         arguments = self.training_arguments
         if not arguments.do_train:
+            evaluated = "the model as it is before training"
+            if arguments.resume_from_checkpoint is not None:
+                trainer.load_checkpoint(arguments.resume_from_checkpoint)
+                evaluated = arguments.resume_from_checkpoint
+            self.announce(f"do_train is off: {evaluated} is evaluated")
             metrics = self._evaluate(trainer, evaluation_metrics)
             self._leave(trainer, metrics, summary)
         else:
@@ -269,7 +277,7 @@ class Run:
                 record.fail(error)
                 raise
             if arguments.process_index == 0:
-                _write_card(Path(str(arguments.output_dir)))
+                write_card(Path(str(arguments.output_dir)))
         if arguments.push_to_hub:
             trainer.push_to_hub()
         return metrics
@@ -286,7 +294,7 @@ class Run:
             "learning_rate": arguments.learning_rate,
             "max_steps": arguments.max_steps if arguments.max_steps > 0 else None,
             "num_processes": arguments.world_size,
-            "resumed_from": _checkpoint(arguments),
+            "resumed_from": arguments.resume_from_checkpoint,
             "data": dict(data),
             "versions": software_versions(),
             "model": {
@@ -301,7 +309,7 @@ class Run:
     def _train(self, trainer: FingerprintedTrainer) -> dict[str, float]:
         model: Any = trainer.model
         first = _scores(model)
-        result = trainer.train(resume_from_checkpoint=_checkpoint(trainer.args))
+        result = trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
         trainer.save_model()
         metrics = dict(result.metrics)
         if self._clock.seconds is not None:
@@ -340,7 +348,8 @@ class Run:
             selected = {name: value for name, value in metrics.items() if name.startswith(part)}
             if selected:
                 trainer.save_metrics(part, selected)
-        trainer.save_state()
+        if trainer.args.do_train:  # the state of a trained run may be there
+            trainer.save_state()
         if evaluated and summary is not None:
             self.announce(f"\n{summary(metrics)}")
         if "train_seconds_to_first_step" in metrics:
@@ -357,31 +366,6 @@ def _scores(model: Any) -> hf_symqk.QKScores | None:
     except Exception as error:
         logger.warning("no table of W_qk scores: %s", error)
         return None
-
-
-def _write_card(folder: Path) -> None:
-    """The run is over and saved: whatever is wrong with a picture or a text must not make a failure of it."""
-    try:
-        figure = plot_history(folder)
-        from matplotlib import pyplot
-
-        figure.savefig(folder / SCORES_FIGURE)
-        pyplot.close(figure)
-    except ImportError as error:
-        logger.info("the model card has no figure: %s", error)
-    except Exception as error:
-        logger.warning("the model card has no figure: %s: %s", type(error).__name__, error)
-    try:
-        write_model_card(folder)
-    except Exception as error:
-        logger.warning("no model card: %s: %s", type(error).__name__, error)
-
-
-def _checkpoint(arguments: TrainingArguments) -> str | bool | None:
-    resume: str | bool | None = arguments.resume_from_checkpoint
-    if isinstance(resume, str) and resume.lower() in ("true", "false"):
-        resume = resume.lower() == "true"
-    return resume
 
 
 def run_script(main: Callable[[], FingerprintedTrainer]) -> None:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-import pandas as pd
-
 from .errors import ComparisonError
-from .runs import HELD_OUT, RATE, TRAIN, Run, arm_name, metric_of
+from .runs import RATE, Run, arm_name, listed
 
 
 __all__ = [
     "IGNORED_ARGUMENTS",
-    "align",
     "check_arms",
     "check_unique",
     "differing_arguments",
@@ -238,63 +234,8 @@ def state_unrecorded(runs: Sequence[Run]) -> list[str]:
         return []
     return [
         "Pairing could not be checked: whether these runs share batches, other weights and arguments is not recorded "
-        f"(no run.json): {_listed(sources)}."
+        f"(no run.json): {listed(sources)}."
     ]
-
-
-def align(runs: Sequence[Run], cut: bool) -> tuple[list[Run], list[str]]:
-    """
-    Holds the runs of a group to the same logged steps.
-
-    Args:
-        runs (sequence of [`Run`]): Runs of one group.
-        cut (`bool`): Cuts them to the steps that all have, instead of refusing.
-
-    Returns:
-        `tuple`: the runs, and statements on what was left out or cut.
-
-    Raises:
-        ComparisonError: for logs of unequal length, naming the runs, or runs that log no loss in common.
-    """
-    notes: list[str] = []
-    curves: list[dict[str, pd.Series]] = [dict(run.curves) for run in runs]
-    metrics = {key: f"held-out {name}" for run in runs for key in run.curves if (name := metric_of(key))}
-    for key, label in {TRAIN: "training loss", HELD_OUT: "held-out loss", **metrics}.items():
-        without = [run.name for run in runs if key not in run.curves]
-        if without and len(without) < len(runs):
-            notes.append(f"The {label} is left out: {_listed(without)} logged none.")
-        if without:
-            for found in curves:
-                found.pop(key, None)
-            continue
-        indices = [found[key].index for found in curves]
-        if all(index.equals(indices[0]) for index in indices):
-            continue
-        different = next(number for number, index in enumerate(indices) if not index.equals(indices[0]))
-        described = " and ".join(_described(runs[number], indices[number]) for number in (0, different))
-        if not cut:
-            raise ComparisonError(
-                f"the logs of {label} are of unequal length or steps: {described}; finish the shorter run, or ask for "
-                "the steps that all have in common to be compared (cut)."
-            )
-        common = indices[0]
-        for index in indices[1:]:
-            common = common.intersection(index)
-        if not len(common):
-            raise ComparisonError(f"the logs of {label} have no step in common: {described}.")
-        for found in curves:
-            found[key] = found[key].loc[common]
-        notes.append(
-            f"The {label} is compared at the {len(common)} steps that all logs have, up to step {common[-1]} "
-            f"({described}). A learning rate that decays to the end of a run has not done so there."
-        )
-    if not any(TRAIN in found or HELD_OUT in found for found in curves):
-        raise ComparisonError(f"these runs log no loss in common: {_listed([run.name for run in runs])}.")
-    return [replace(run, curves=found) for run, found in zip(runs, curves, strict=True)], notes
-
-
-def _described(run: Run, index: pd.Index) -> str:
-    return f"{run.name} ({len(index)} points to step {index[-1]})"
 
 
 def _record(run: Run) -> Mapping[str, Any]:
@@ -323,7 +264,7 @@ def _same_hashes(runs: Sequence[Run], name: str, key: Callable[[Run], tuple[Any,
             raise ComparisonError(f"{other.name} and {run.name} {fault}: they are no pair.")
     if not unknown:
         return []
-    return [f"Pairing could not be checked: run.json has no hash of {name} (as after resuming): {_listed(unknown)}."]
+    return [f"Pairing could not be checked: run.json has no hash of {name} (as after resuming): {listed(unknown)}."]
 
 
 def _shared_start(runs: Sequence[Run]) -> list[str]:
@@ -358,7 +299,7 @@ def _shared_start(runs: Sequence[Run]) -> list[str]:
     ]
     if len(known) < len(runs):
         unknown = [run.name for run in runs if run not in known]
-        notes.append(f"Whether their learning rates agreed so far is not known (not logged): {_listed(unknown)}.")
+        notes.append(f"Whether their learning rates agreed so far is not known (not logged): {listed(unknown)}.")
     return notes
 
 
@@ -390,8 +331,3 @@ def _same(first: Any, second: Any) -> bool:
 def _short(value: Any) -> str:
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _listed(names: Sequence[str], most: int = 4) -> str:
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from .checks import align, check_arms, check_unique, pairing, state_unrecorded
+from .aligning import align
+from .checks import check_arms, check_unique, pairing, state_unrecorded
 from .curve_files import read_curves
 from .errors import ComparisonError
 from .results import EQUAL_RATES, LEARNED_BY, LOSS_LABELS, OWN_RATES, ArmSummary, Comparison, Contrast, Secondary

@@ -28,6 +28,7 @@ __all__ = [
     "arm_name",
     "independent_twin",
     "is_score",
+    "listed",
     "metric_of",
     "read_folders",
 ]
@@ -86,6 +87,12 @@ def is_score(key: str) -> bool:
 def metric_of(key: str) -> str | None:
     """The name of a measure on held-out data beside the loss, as `accuracy`; `None` for any other key of the log."""
     return None if key == HELD_OUT else held_out_metric(key)
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """Some names for a message, and how many more there are."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def arm_name(qk_init: Mapping[str, Any] | str | None) -> str:

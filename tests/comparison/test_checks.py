@@ -198,6 +198,30 @@ def test_logs_of_unequal_length(tmp_path):
     assert any("at the 15 steps that all logs have, up to step 150" in line for line in comparison.notes)
 
 
+def test_evaluations_at_other_steps(tmp_path):
+    """Runs that were resumed at different steps have evaluated there, and at the same last step: that is compared,
+    and the curves as far as they are at the same steps. An accuracy goes along."""
+    accuracies = {step: {"eval_accuracy": step / 1000} for step in (20, 40, 100, 200)}
+    logs = [state(falling(3.0), {step: 3.0, 100: 4.0, 200: 2.5}, metrics=accuracies) for step in (20, 40)]
+    write_run(tmp_path / "a", logs[0], record())
+    write_run(tmp_path / "b", logs[1], record(SYMMETRIC))
+    comparison = compare_runs([tmp_path])
+    assert [list(run.curves["eval_loss"].index) for run in comparison.runs] == [[100, 200]] * 2
+    assert [list(run.curves["eval_accuracy"].index) for run in comparison.runs] == [[100, 200]] * 2
+    (line,) = [line for line in comparison.notes if line.startswith("The held-out loss is compared at the 2 steps")]
+    assert line.endswith("points to step 200), not both at step 20).")
+    write_run(tmp_path / "c", state(falling(3.0), {20: 3.0, 190: 2.5}), record({"scheme": "indefinite"}))
+    with pytest.raises(ComparisonError, match="held-out loss are of unequal length or steps"):
+        compare_runs([tmp_path])
+
+
+def test_training_losses_at_other_steps(tmp_path):
+    """Where length and end are the same, the first step that is not says what is different."""
+    folders = pair(tmp_path, record(SYMMETRIC), log=state(falling(2.5), steps=[11, *STEPS[1:]]))
+    with pytest.raises(ComparisonError, match=r"b \(20 points to step 200\), not both at step 10; finish"):
+        compare_runs(folders)
+
+
 def of_length(folder, init, steps, rate=lambda step: 1e-3, **changes):
     """A run that was planned for so many steps, and recorded as a recipe does."""
     said = record(init, max_steps=steps, hashes=hashes(batches=f"b0 of {steps}", steps=steps))

@@ -202,6 +202,9 @@ def test_resumed_run_continues_the_same_curve(text_files, tmp_path):
     first, second = record(tmp_path), record(tmp_path / "resumed")
     assert second["hashes"] == first["hashes"]
     assert second["resumed_from"] == checkpoint
+    # Nothing is evaluated where the whole run evaluates nothing.
+    held_out = [[e["step"] for e in one.state.log_history if "eval_loss" in e] for one in (whole, resumed)]
+    assert held_out == [[0, 55], [0, 55]]
     tables = [pd.read_csv(folder / "qk_scores_first_last.csv") for folder in (tmp_path, tmp_path / "resumed")]
     pd.testing.assert_frame_equal(*tables)
 
@@ -238,6 +241,29 @@ def test_bad_input_ends_before_training(text_files, tmp_path, more, message, mon
     monkeypatch.setattr(mlm.TokenWeightedTrainer, "train", None)
     with pytest.raises(RecipeError, match=message):
         mlm.main(words(text_files["txt"], tmp_path, *more))
+
+
+def test_unusable_checkpoint_leaves_a_finished_run_as_it_was(finished, text_files):
+    """Told in one line, before anything is written."""
+    _, folder = finished
+    before = (folder / "run.json").read_text()
+    for given, message in (("nowhere", "no such folder"), ("true", "no finished checkpoint")):
+        with pytest.raises(RecipeError, match=message):
+            mlm.main(words(text_files["txt"], folder, "--resume_from_checkpoint", given))
+    assert (folder / "run.json").read_text() == before
+
+
+def test_evaluation_of_a_checkpoint(text_files, tmp_path):
+    """Its weights are evaluated, not fresh ones, and what the run logged stays."""
+    more = ("--save_strategy", "steps", "--save_steps", "2", "--learning_rate", "0.05")
+    trained = mlm.main(words(text_files["txt"], tmp_path, *more))
+    state = (tmp_path / "trainer_state.json").read_text()
+    more = ("--do_train", "false", "--resume_from_checkpoint", str(tmp_path / "checkpoint-2"))
+    mlm.main(words(text_files["txt"], tmp_path, *more))
+    first, second, _ = history(trained, "eval_loss")
+    assert abs(first - second) > 0.01
+    assert json.loads((tmp_path / "all_results.json").read_text())["eval_loss"] == pytest.approx(second, abs=1e-6)
+    assert (tmp_path / "trainer_state.json").read_text() == state
 
 
 def test_evaluation_only(text_files, tmp_path):

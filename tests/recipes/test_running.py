@@ -1,9 +1,14 @@
 """What a recipe does around training must not end a run that is otherwise well."""
 
 import logging
+from pathlib import Path
 
 import pytest
+import reporting
 import running
+from arguments import RecipeError
+from resuming import checkpoint_to_resume, newest_checkpoint
+from transformers import TrainingArguments
 
 import hf_symqk
 
@@ -26,6 +31,56 @@ def test_a_card_that_cannot_be_written_ends_no_run(tmp_path, caplog: pytest.LogC
     """The run is over: neither a picture nor a text makes a failure of it, and the model is still pushed."""
     (tmp_path / "qk_scores.csv").write_text("no history\n")
     with caplog.at_level(logging.WARNING):
-        running._write_card(tmp_path)
+        reporting.write_card(tmp_path)
     assert "no figure" in caplog.text
     assert "no model card" in caplog.text
+
+
+WHOLE = ("trainer_state.json", "rng_state.pth", "optimizer.pt", "model.safetensors")
+
+
+def checkpoint(folder: Path, files: tuple[str, ...] = WHOLE, content: str = "{}") -> str:
+    folder.mkdir(parents=True)
+    for name in files:
+        (folder / name).write_text(content)
+    return str(folder)
+
+
+def arguments(folder: Path, given: str | None, **more: bool) -> TrainingArguments:
+    return TrainingArguments(output_dir=str(folder), resume_from_checkpoint=given, use_cpu=True, **more)
+
+
+def test_the_newest_whole_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
+    """`Trainer` takes the one of the highest number, also where an interrupt left it without half of its files; 100
+    is more than 20, and a folder of another name is none."""
+    assert newest_checkpoint(tmp_path) is None
+    checkpoint(tmp_path / "checkpoint-20")
+    whole = checkpoint(tmp_path / "checkpoint-100")
+    checkpoint(tmp_path / "checkpoint-120", WHOLE[1:])
+    checkpoint(tmp_path / "checkpoint-140", content='{"log_history": [')
+    checkpoint(tmp_path / "checkpoint-best")
+    assert str(newest_checkpoint(tmp_path)) == whole
+    assert checkpoint_to_resume(arguments(tmp_path, "True", do_train=True)) == whole
+
+
+@pytest.mark.parametrize("given", [None, "false"])
+def test_no_checkpoint_is_asked_for(tmp_path: Path, given: str | None) -> None:
+    checkpoint(tmp_path / "checkpoint-20")
+    assert checkpoint_to_resume(arguments(tmp_path, given)) is None
+
+
+def test_checkpoints_that_training_cannot_go_on_from(tmp_path: Path) -> None:
+    """Each is named with what it lacks. One without the optimizer's state would train on as another run does; to be
+    evaluated, it serves."""
+    model_only = checkpoint(tmp_path / "checkpoint-20", (WHOLE[0], WHOLE[3]))
+    unfinished = checkpoint(tmp_path / "checkpoint-30", WHOLE[1:])
+    wrong = {
+        "true": "holds no finished checkpoint",
+        str(tmp_path / "nowhere"): "there is no such folder",
+        model_only: "without the state of its training",
+        unfinished: r"no whole trainer_state\.json",
+    }
+    for given, message in wrong.items():
+        with pytest.raises(RecipeError, match=message):
+            checkpoint_to_resume(arguments(tmp_path, given, do_train=True))
+    assert checkpoint_to_resume(arguments(tmp_path, model_only, do_eval=True)) == model_only
