@@ -11,11 +11,14 @@ import time
 from pathlib import Path
 
 import compare
+import mlm
 import pytest
 from arguments import RecipeError
 from compare import ComparisonArguments, main, plan
 from filelock import FileLock
 from jobs import available_cores, launcher_words, run_status
+
+from hf_symqk.comparison import compare_runs
 
 
 RECIPES = Path(compare.__file__).parent
@@ -321,3 +324,22 @@ def test_pairs_of_the_real_recipe(tmp_path, capsys):
     assert found["symmetric-kaiming_uniform", "independent-kaiming_uniform"]["seeds"] == [0]
     assert all(one["verdict"].startswith("inconclusive") for one in found.values())
     assert "finished already: none--seed0, symmetric-kaiming_uniform--seed0" in capsys.readouterr().out
+
+
+def test_runs_resumed_at_different_steps_are_a_pair(text_files, tmp_path):
+    """As an interrupt leaves them, which meets each run elsewhere: they evaluate where the others do, and their
+    losses are those of runs that were never interrupted."""
+    small = ["--config_overrides", "hidden_size=32,intermediate_size=48,num_hidden_layers=1,num_attention_heads=2"]
+    small += ["--train_file", text_files["txt"], "--block_size", "16", "--vocab_size", "300", "--use_cpu"]
+    small += ["--max_steps", "6", "--eval_steps", "6", "--logging_steps", "1", "--save_strategy", "steps"]
+    small += ["--save_steps", "2", "--per_device_train_batch_size", "4", "--seed", "0"]
+    for arm, step in (("none", 2), ("symmetric", 4)):
+        words = [*small, "--qk_init", arm]
+        mlm.main([*words, "--output_dir", str(tmp_path / "whole" / arm)])
+        checkpoint = str(tmp_path / "whole" / arm / f"checkpoint-{step}")
+        resumed = tmp_path / "resumed" / arm
+        mlm.main([*words, "--output_dir", str(resumed), "--resume_from_checkpoint", checkpoint])
+    whole, again = (compare_runs([tmp_path / name]) for name in ("whole", "resumed"))
+    for one, other in zip(whole.runs, again.runs, strict=True):
+        assert list(other.curves["eval_loss"].index) == [0, 6]
+        assert other.curves["loss"].to_dict() == pytest.approx(one.curves["loss"].to_dict(), rel=1e-6)
