@@ -16,7 +16,15 @@ from arguments import RecipeError
 from transformers import HfArgumentParser
 
 
-__all__ = ["CONFIG_SUFFIXES", "ParsedArguments", "parse_arguments", "parse_own_arguments", "read_argument_file"]
+__all__ = [
+    "ParsedArguments",
+    "check_file_keys",
+    "given_arguments",
+    "parse_arguments",
+    "parse_own_arguments",
+    "read_argument_file",
+    "split_file",
+]
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 # Names the files that a file of arguments builds on.
@@ -98,14 +106,10 @@ def parse_arguments(
         RecipeError: for a file that is missing, unreadable or holds unknown keys, for an argument that no dataclass
             knows, and for a value that a dataclass rejects.
     """
-    words = list(argv)
+    from_file, words = split_file(argv)
+    check_file_keys(from_file, dataclass_types)
     parser = _parser(dataclass_types)
-    from_file: dict[str, Any] = {}
-    if words and words[0].lower().endswith(CONFIG_SUFFIXES) and not words[0].startswith("-"):
-        from_file = read_argument_file(Path(words.pop(0)))
-        _check_file(from_file, dataclass_types)
-
-    on_command_line = _given_on_command_line(dataclass_types, words)
+    on_command_line = set(given_arguments(dataclass_types, words)[0])
     replaced = {other for name in on_command_line for other in REPLACES.get(name, ())}
     from_file = {name: value for name, value in from_file.items() if name not in replaced}
     given = set(from_file) | on_command_line
@@ -154,6 +158,26 @@ def parse_own_arguments(dataclass_type: Any, argv: Sequence[str]) -> tuple[Any, 
     return filled, list(rest)
 
 
+def split_file(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """
+    Reads the file of arguments that a command line may begin with.
+
+    Args:
+        argv (sequence of `str`):
+            Words of the command line, without the program.
+
+    Returns:
+        `tuple`: what the file says, by name, and the other words.
+
+    Raises:
+        RecipeError: see [`read_argument_file`].
+    """
+    words = list(argv)
+    if words and words[0].lower().endswith(CONFIG_SUFFIXES) and not words[0].startswith("-"):
+        return read_argument_file(Path(words.pop(0))), words
+    return {}, words
+
+
 def read_argument_file(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
     """
     Reads a file of arguments, joined with the files that it extends.
@@ -199,7 +223,19 @@ def read_argument_file(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[s
     return joined
 
 
-def _check_file(content: Mapping[str, Any], dataclass_types: Sequence[type]) -> None:
+def check_file_keys(content: Mapping[str, Any], dataclass_types: Sequence[type]) -> None:
+    """
+    Checks what a file of arguments holds.
+
+    Args:
+        content (mapping):
+            As [`read_argument_file`] returned it.
+        dataclass_types (sequence of `type`):
+            Dataclasses to fill.
+
+    Raises:
+        RecipeError: for names that no dataclass knows, and words that YAML reads as booleans.
+    """
     hints: dict[str, Any] = {}
     for dataclass_type in dataclass_types:
         types = typing.get_type_hints(dataclass_type)
@@ -217,12 +253,23 @@ def _check_file(content: Mapping[str, Any], dataclass_types: Sequence[type]) -> 
             )
 
 
-def _given_on_command_line(dataclass_types: Sequence[type], words: Sequence[str]) -> set[str]:
-    """Names of the flags among the words, whatever their values."""
+def given_arguments(dataclass_types: Sequence[type], words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """
+    Reads what a command line gives, without any defaults.
+
+    Args:
+        dataclass_types (sequence of `type`):
+            Dataclasses that say what there is.
+        words (sequence of `str`):
+            The command line, without a file of arguments.
+
+    Returns:
+        `tuple`: the values by name, and the words that no dataclass knows.
+    """
     # Without --help, which is to show the defaults that this parser suppresses.
     parser = _parser(dataclass_types, add_help=False)
     for action in parser._actions:
         action.default = argparse.SUPPRESS
         action.required = False
-    namespace, _ = parser.parse_known_args(list(words))
-    return set(vars(namespace))
+    namespace, unknown = parser.parse_known_args(list(words))
+    return vars(namespace), unknown

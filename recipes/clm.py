@@ -22,8 +22,9 @@ from tokenization import DECODER_TOKENS
 from transformers import TrainingArguments
 
 
-__all__ = ["DEFAULTS", "main"]
+__all__ = ["ARGUMENTS", "DEFAULTS", "main"]
 
+ARGUMENTS = (ModelArguments, TokenizerArguments, DataArguments, TrainingArguments)
 # Chosen with the default decoder and text so that a run of a few minutes on one core leaves the unigram plateau far
 # behind.
 DEFAULTS = recipe_defaults("out/clm")
@@ -43,8 +44,7 @@ def main(argv: Sequence[str] | None = None) -> TokenWeightedTrainer:
     Raises:
         RecipeError: for arguments, text, tokenizer or config that cannot be used; before training begins.
     """
-    kinds = (ModelArguments, TokenizerArguments, DataArguments, TrainingArguments)
-    run = start_run("clm", kinds, DEFAULTS, argv)
+    run = start_run("clm", ARGUMENTS, DEFAULTS, argv)
     model_arguments, tokenizer_arguments, data_arguments, _ = run.arguments
     objective = Objective(
         kind=DECODER,

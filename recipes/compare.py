@@ -14,17 +14,20 @@ import dataclasses
 import importlib.util
 import itertools
 import json
+import math
 import shlex
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from argument_parsing import CONFIG_SUFFIXES, parse_own_arguments, read_argument_file
+import yaml
+from argument_parsing import check_file_keys, given_arguments, parse_own_arguments, split_file
 from arguments import RecipeError, parse_qk_init
 from filelock import FileLock, Timeout
-from jobs import Job, Outcome, launcher_words, run_jobs, run_status
+from jobs import Job, Outcome, is_under_way, launcher_words, run_jobs, run_record
+from resuming import newest_checkpoint
 from run_record import without_secrets
 
 from hf_symqk import SymmetricInit
@@ -40,6 +43,7 @@ __all__ = ["ComparisonArguments", "main", "plan"]
 RECORD = "compare.json"  # in each run's folder: with what it was started
 # What this program sets for each run itself.
 _OWN = {"qk_init": "qk_init", "seed": "seeds", "output_dir": "output_dir"}
+_LARGEST_SEED = 2**32 - 1  # NumPy's
 
 
 @dataclasses.dataclass
@@ -79,9 +83,13 @@ class ComparisonArguments:
             values = getattr(self, name)
             if values is not None and len(set(values)) < len(values):
                 raise RecipeError(f"{name} names a value twice: {' '.join(map(str, values))}.")
-        arms = self.arms()
-        if self.baseline is not None and self.baseline not in arms:
-            raise RecipeError(f"baseline={self.baseline!r} is none of the arms: {', '.join(arms)}.")
+        for seed in self.seeds:
+            if not 0 <= seed <= _LARGEST_SEED:
+                raise RecipeError(f"seeds: {seed} is no seed; choose from 0 to {_LARGEST_SEED}.")
+        for rate in self.learning_rates or ():
+            if not 0 < rate < math.inf:
+                raise RecipeError(f"learning_rates: {rate:g} is no learning rate; choose above 0.")
+        self.arms()
 
     def arms(self) -> dict[str, str]:
         """Returns the word of `qk_init` for each arm, by its name."""
@@ -122,30 +130,45 @@ def plan(arguments: ComparisonArguments, rest: Sequence[str]) -> tuple[list[Job]
             raise RecipeError(f"{name} in the recipe's arguments: each run has its own; give --{instead}.")
     if arguments.learning_rates is not None and "learning_rate" in given:
         raise RecipeError("learning_rate and learning_rates are both given: give one.")
-    if "resume_from_checkpoint" in given:
+    if "resume_from_checkpoint" in {**from_file, **given}:
         raise RecipeError("resume_from_checkpoint: a run that has a checkpoint is continued from it; leave it out.")
+    recipe_rate = _recipe_rate(arguments.recipe, rest)
     runs = Path(arguments.output_dir) / "runs"
-    overruled = set(IGNORED_ARGUMENTS) | set(_OWN) | ({"learning_rate"} if arguments.learning_rates else set())
+    overruled = set(IGNORED_ARGUMENTS) | set(_OWN)
     shared = {
         "recipe": Path(arguments.recipe).name,
         "arguments": {name: value for name, value in {**from_file, **given}.items() if name not in overruled},
     }
-    _check_others(runs, shared)
+    there = _runs_there(runs)
+    _check_others(there, shared, arguments.learning_rates is not None)
+    _check_arms(arguments, there)
     jobs: list[Job] = []
     finished = []
     start = (*launcher_words(arguments.launcher), arguments.recipe, *rest)
     rates: list[float | None] = [None] if arguments.learning_rates is None else [*arguments.learning_rates]
     for seed, rate, (arm, word) in itertools.product(arguments.seeds, rates, arguments.arms().items()):
         name = "--".join([arm, *([] if rate is None else [f"lr{rate:g}"]), f"seed{seed}"])
-        folder = runs / name
-        if run_status(folder) == "finished":
-            finished.append(name)
+        asked = recipe_rate if rate is None else rate
+        folder = _same_run(there, arm, asked, seed) or runs / name
+        record = there.get(folder)
+        if record is not None and asked is not None and record["learning_rate"] != asked:
+            raise RecipeError(
+                f"the run in {str(folder)!r} is of another learning rate ({record['learning_rate']:g} then, {asked:g} "
+                "now): give --learning_rates, or choose another output_dir."
+            )
+        if record is not None and record["status"] == "finished":
+            finished.append(folder.name)
             continue
+        if is_under_way(folder):
+            raise RecipeError(
+                f"the run in {str(folder)!r} is still at work, without the compare.py that started it: wait until it "
+                "has ended, or end its processes."
+            )
         words = ["--qk_init", word, "--seed", str(seed), "--output_dir", str(folder)]
         words += [] if rate is None else ["--learning_rate", repr(rate)]
-        if any(folder.glob("checkpoint-*/trainer_state.json")):
-            words += ["--resume_from_checkpoint", "true"]
-        jobs.append(Job(name, folder, (*start, *words)))
+        checkpoint = newest_checkpoint(folder)
+        words += [] if checkpoint is None else ["--resume_from_checkpoint", str(checkpoint)]
+        jobs.append(Job(folder.name, folder, (*start, *words)))
     for job in jobs:
         job.folder.mkdir(parents=True, exist_ok=True)
         (job.folder / RECORD).write_text(json.dumps(shared, indent=2) + "\n", encoding="utf-8")
@@ -154,10 +177,7 @@ def plan(arguments: ComparisonArguments, rest: Sequence[str]) -> tuple[list[Job]
 
 def _given(rest: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """What the words for the recipe say, by name: the content of a file, and the words after each flag."""
-    words = without_secrets(rest)
-    from_file: dict[str, Any] = {}
-    if words and words[0].lower().endswith(CONFIG_SUFFIXES) and not words[0].startswith("-"):
-        from_file = read_argument_file(Path(words.pop(0)))
+    from_file, words = split_file(without_secrets(rest))
     given: dict[str, list[str]] = {}
     flag: str | None = None
     for word in words:
@@ -172,11 +192,73 @@ def _given(rest: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
     return from_file, {name: " ".join(values) for name, values in given.items()}
 
 
-def _check_others(runs: Path, shared: Mapping[str, Any]) -> None:
+def _check_file_values(rest: Sequence[str], given: Collection[str]) -> None:
+    """What a comparison varies is not taken from the recipe's file, nor overruled in silence."""
+    from_file, _ = split_file(rest)
+    for name in ("qk_init", "seed"):
+        flag = _OWN[name]
+        if name in from_file and flag not in given:
+            value = from_file[name]
+            word = value if isinstance(value, str) else json.dumps(value)
+            example = shlex.join(["none", word] if name == "qk_init" and word != "none" else [word]) + " …"
+            raise RecipeError(f"{rest[0]} gives {name}, which a comparison varies: say --{flag}, as in {example}")
+
+
+def _recipe_rate(recipe: str, rest: Sequence[str]) -> float | None:
+    """
+    The learning rate of runs that are given none of their own, and on the way whether the recipe knows its arguments:
+    else every run would say so. What a script of one's own knows cannot be asked; its default is not known (`None`).
+    """
+    path = Path(recipe).resolve()
+    from_file, words = split_file(rest)
+    defaults: Mapping[str, Any] = {}
+    values: Mapping[str, Any] = _given(rest)[1]
+    if path.parent == Path(__file__).resolve().parent:
+        module = importlib.import_module(path.stem)
+        if not hasattr(module, "ARGUMENTS"):
+            raise RecipeError(f"recipe={recipe!r} makes no runs that could be compared.")
+        check_file_keys(from_file, module.ARGUMENTS)
+        defaults = module.DEFAULTS
+        values, unknown = given_arguments(module.ARGUMENTS, words)
+        if unknown:
+            raise RecipeError(f"{path.name} has no argument {' '.join(unknown)}: see its --help.")
+    rate = {**defaults, **from_file, **values}.get("learning_rate")
+    try:
+        return None if rate is None else float(rate)
+    except (TypeError, ValueError):
+        raise RecipeError(f"learning_rate={rate!r} is no number.") from None
+
+
+def _runs_there(runs: Path) -> dict[Path, dict[str, Any]]:
+    """The records of the runs in a folder."""
+    folders = sorted(path for path in runs.glob("*") if path.is_dir())
+    return {folder: record for folder in folders if (record := run_record(folder)) is not None}
+
+
+def _same_run(there: Mapping[Path, Mapping[str, Any]], arm: str, rate: float | None, seed: int) -> Path | None:
+    """A run that is there under another name, as that of a rate that is the recipe's own; all say what they were."""
+    for folder, record in there.items():
+        if (arm_name(record["qk_init"]), record["learning_rate"], record["seed"]) == (arm, rate, seed):
+            return folder
+    return None
+
+
+def _check_arms(arguments: ComparisonArguments, there: Mapping[Path, Mapping[str, Any]]) -> None:
+    """What is to be compared is here or in the folder: told before the runs are made."""
+    arms = list(dict.fromkeys([*arguments.arms(), *_arms(there)]))
+    if len(arms) < 2:
+        raise RecipeError(f"{arms[0]} is the only initialisation: give --qk_init one to compare it with.")
+    if arguments.baseline is not None and arguments.baseline not in arms:
+        raise RecipeError(f"baseline={arguments.baseline!r} is none of the arms: {', '.join(arms)}.")
+
+
+def _arms(there: Mapping[Path, Mapping[str, Any]]) -> list[str]:
+    return [arm_name(record["qk_init"]) for record in there.values() if record["status"] == "finished"]
+
+
+def _check_others(there: Mapping[Path, Mapping[str, Any]], shared: Mapping[str, Any], own_rates: bool) -> None:
     """All runs of the folder enter the comparison, so all must have been started alike."""
-    for folder in sorted(path for path in runs.glob("*") if path.is_dir()):
-        if run_status(folder) is None:
-            continue
+    for folder in there:
         path = folder / RECORD
         if not path.is_file():
             raise RecipeError(f"{str(folder)!r} is a run that compare.py did not start: choose another output_dir.")
@@ -184,15 +266,34 @@ def _check_others(runs: Path, shared: Mapping[str, Any]) -> None:
         different = []
         if theirs["recipe"] != shared["recipe"]:
             different.append(f"recipe ({theirs['recipe']} then, {shared['recipe']} now)")
-        then, now = theirs["arguments"], json.loads(json.dumps(shared["arguments"]))
-        for name in sorted(set(then) | set(now)):
-            if then.get(name) != now.get(name):
+        then, now = theirs["arguments"], shared["arguments"]
+        names = set(then) | set(now)
+        if own_rates or "--lr" in folder.name:
+            names -= {"learning_rate"}
+        for name in sorted(names):
+            if _value(then.get(name)) != _value(now.get(name)):
                 different.append(f"{name} ({_shown(then, name)} then, {_shown(now, name)} now)")
         if different:
             raise RecipeError(
                 f"the run in {str(folder)!r} was started with other arguments: {'; '.join(different)}. Repeat the "
                 "command with those, or choose another output_dir."
             )
+
+
+def _value(value: Any) -> Any:
+    """A value of a file, or the words of a command line that mean the same."""
+    if not isinstance(value, str):
+        return json.loads(json.dumps(value, default=str))
+    if value == "":  # a flag alone
+        return True
+    try:
+        return float(value)  # YAML reads 1e-3 as a word
+    except ValueError:
+        pass
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError:
+        return value
 
 
 def _shown(arguments: Mapping[str, Any], name: str) -> str:
@@ -202,7 +303,7 @@ def _shown(arguments: Mapping[str, Any], name: str) -> str:
 def _analyse(arguments: ComparisonArguments) -> None:
     """Prints and writes the comparison of all runs in the output folder."""
     folder = Path(arguments.output_dir)
-    arms = list(arguments.arms())
+    arms = [*arguments.arms(), *_arms(_runs_there(folder / "runs"))]
     baseline = arguments.baseline or ("none" if "none" in arms else arms[0])
     comparison = compare_runs([folder / "runs"], baseline=baseline)
     tables = make_tables(comparison)
@@ -229,6 +330,7 @@ def main(argv: Sequence[str] | None = None) -> list[Outcome]:
     """
     words = sys.argv[1:] if argv is None else argv
     arguments, rest = parse_own_arguments(ComparisonArguments, words)
+    _check_file_values(rest, given_arguments([ComparisonArguments], words)[0])
     folder = Path(arguments.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     try:

@@ -50,7 +50,7 @@ import hf_symqk
 from hf_symqk._held_out import held_out_results
 
 
-__all__ = ["DEFAULTS", "FinetuneModelArguments", "main"]
+__all__ = ["ARGUMENTS", "DEFAULTS", "FinetuneModelArguments", "main"]
 
 # Chosen with small encoders, pretrained and fresh; longer or faster runs learn the built-in passages by heart.
 DEFAULTS = recipe_defaults("out/finetune", max_steps=100, learning_rate=5e-4, logging_steps=10, eval_steps=25)
@@ -83,6 +83,9 @@ class FinetuneModelArguments(ModelArguments):
             self.qk_init = "symmetric"
 
 
+ARGUMENTS = (FinetuneModelArguments, TokenizerArguments, SequenceArguments, LabelArguments, TrainingArguments)
+
+
 def main(argv: Sequence[str] | None = None) -> ExampleWeightedTrainer:
     """
     Runs the recipe.
@@ -97,8 +100,7 @@ def main(argv: Sequence[str] | None = None) -> ExampleWeightedTrainer:
     Raises:
         RecipeError: for arguments, text, tokenizer or model that cannot be used; before training begins.
     """
-    kinds = (FinetuneModelArguments, TokenizerArguments, SequenceArguments, LabelArguments, TrainingArguments)
-    run = start_run("finetune", kinds, DEFAULTS, argv)
+    run = start_run("finetune", ARGUMENTS, DEFAULTS, argv)
     model_arguments, _, arguments, label_arguments, training_arguments = run.arguments
     check_stream(training_arguments, arguments)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import shlex
@@ -23,9 +24,10 @@ from arguments import RecipeError
 from run_record import RUN_RECORD
 
 
-__all__ = ["LOG", "Job", "Outcome", "available_cores", "launcher_words", "run_jobs", "run_status"]
+__all__ = ["LOG", "Job", "Outcome", "available_cores", "is_under_way", "launcher_words", "run_jobs", "run_record"]
 
 LOG = "log.txt"
+LOCK = "_under_way"  # held by a run as long as it lives
 _TAIL = 12  # lines of a log that say what went wrong
 
 
@@ -94,16 +96,16 @@ def launcher_words(launcher: str) -> tuple[str, ...]:
     return (found, *words[1:])
 
 
-def run_status(folder: Path) -> str | None:
+def run_record(folder: Path) -> dict[str, Any] | None:
     """
-    What the record of a run says.
+    Reads the record of a run.
 
     Args:
         folder (`Path`):
             Output folder.
 
     Returns:
-        `str` or `None`: `running`, `finished` or `failed`; `None` without a record.
+        `dict` or `None`: with a `status` of `running`, `finished` or `failed`; `None` without a record.
 
     Raises:
         RecipeError: if the record cannot be read.
@@ -112,10 +114,32 @@ def run_status(folder: Path) -> str | None:
     if not path.is_file():
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return content["status"]
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content["status"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecipeError(f"{str(path)!r} is no record of a run ({error}): remove the folder to repeat it.") from None
+    return content
+
+
+def is_under_way(folder: Path) -> bool:
+    """
+    Whether a run that [`run_jobs`] started is still at work, as it is where the program that waited for it was killed.
+
+    Args:
+        folder (`Path`):
+            Output folder.
+
+    Returns:
+        `bool`
+    """
+    if not (folder / LOCK).is_file():
+        return False
+    with (folder / LOCK).open("ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def available_cores() -> int:
@@ -178,10 +202,17 @@ def run_jobs(jobs: Sequence[Job], at_once: int, announce: Callable[[str], None] 
 
 
 def _start(job: Job, at_once: int) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that what the launcher starts can be ended with it."""
-    with (job.folder / LOG).open("ab") as log:
+    """In a session of its own, so that what the launcher starts can be ended with it. It inherits the lock, and so
+    holds it even if this process is killed."""
+    with (job.folder / LOG).open("ab") as log, (job.folder / LOCK).open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return subprocess.Popen(
-            job.command, stdout=log, stderr=subprocess.STDOUT, env=_environment(at_once), start_new_session=True
+            job.command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=_environment(at_once),
+            start_new_session=True,
+            pass_fds=[lock.fileno()],
         )
 
 
@@ -205,9 +236,10 @@ def _problem(job: Job, code: int) -> str:
         how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         return f"{how}\n{_tail(job)}"
     try:
-        status = run_status(job.folder)
+        record = run_record(job.folder)
     except RecipeError as error:
         return str(error)
+    status = None if record is None else record["status"]
     if status != "finished":
         return f"exit status 0, but {RUN_RECORD} says {status!r}\n{_tail(job)}"
     return ""

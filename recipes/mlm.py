@@ -22,8 +22,9 @@ from tokenization import ENCODER_TOKENS
 from transformers import TrainingArguments
 
 
-__all__ = ["DEFAULTS", "main"]
+__all__ = ["ARGUMENTS", "DEFAULTS", "main"]
 
+ARGUMENTS = (ModelArguments, TokenizerArguments, DataArguments, MaskingArguments, TrainingArguments)
 # Chosen with the default encoder and text so that a run of a few minutes on one core leaves the unigram plateau far
 # behind.
 DEFAULTS = recipe_defaults("out/mlm")
@@ -43,8 +44,7 @@ def main(argv: Sequence[str] | None = None) -> TokenWeightedTrainer:
     Raises:
         RecipeError: for arguments, text, tokenizer or config that cannot be used; before training begins.
     """
-    kinds = (ModelArguments, TokenizerArguments, DataArguments, MaskingArguments, TrainingArguments)
-    run = start_run("mlm", kinds, DEFAULTS, argv)
+    run = start_run("mlm", ARGUMENTS, DEFAULTS, argv)
     model_arguments, tokenizer_arguments, data_arguments, masking_arguments, _ = run.arguments
     objective = Objective(
         kind=ENCODER,

@@ -22,8 +22,9 @@ from running import check_stream, recipe_defaults, run_script, start_run
 from transformers import TrainingArguments, default_data_collator
 
 
-__all__ = ["DEFAULTS", "main"]
+__all__ = ["ARGUMENTS", "DEFAULTS", "main"]
 
+ARGUMENTS = (ModelArguments, ImageArguments, LabelArguments, TrainingArguments)
 # Chosen with the default model and the digits.
 DEFAULTS = recipe_defaults(
     "out/vit",
@@ -50,8 +51,7 @@ def main(argv: Sequence[str] | None = None) -> ExampleWeightedTrainer:
     Raises:
         RecipeError: for arguments, images or config that cannot be used; before training begins.
     """
-    kinds = (ModelArguments, ImageArguments, LabelArguments, TrainingArguments)
-    run = start_run("vit", kinds, DEFAULTS, argv)
+    run = start_run("vit", ARGUMENTS, DEFAULTS, argv)
     model_arguments, image_arguments, label_arguments, training_arguments = run.arguments
     check_stream(training_arguments, image_arguments)
     metrics = HeldOutMetrics({"accuracy": {}})

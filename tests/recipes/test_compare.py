@@ -11,12 +11,13 @@ import time
 from pathlib import Path
 
 import compare
+import jobs
 import mlm
 import pytest
 from arguments import RecipeError
 from compare import ComparisonArguments, main, plan
 from filelock import FileLock
-from jobs import available_cores, launcher_words, run_status
+from jobs import available_cores, launcher_words, run_record
 
 from hf_symqk.comparison import compare_runs
 
@@ -168,13 +169,56 @@ def test_runs_of_other_arguments_are_refused(run, tmp_path, words, message):
 
 
 def test_file_of_arguments(run, tmp_path):
-    """It goes to the recipe as its first word; what it says counts, and what each run has of its own overrules it."""
+    """It goes to the recipe as its first word; what it says counts, and what the command says of arms and seeds
+    overrules it."""
     path = tmp_path / "run.yaml"
-    path.write_text("block_size: 32\nqk_init: none\nseed: 7\n")
-    run(str(path), "--seeds", "0")
+    path.write_text("block_size: 32\nqk_init: none\nseed: 7\noutput_dir: elsewhere\n")
+    run(str(path), "--seeds", "0", "--qk_init", "none", "symmetric")
     assert starts(tmp_path)["none--seed0"][0]["words"][0] == str(path)
     path.write_text("block_size: 64\n")
     with pytest.raises(RecipeError, match=r"block_size \(32 then, 64 now\)"):
+        run(str(path), "--seeds", "0")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "qk_init: {scheme: symmetric, layers: [0]}",
+            r"""say --qk_init, as in none '\{"scheme": "symmetric", "layers""",
+        ),
+        ("qk_init: none", "say --qk_init, as in none …"),
+        ("seed: 7", "say --seeds, as in 7 …"),
+        ("resume_from_checkpoint: out/other", "leave it out"),
+    ],
+)
+def test_file_of_arguments_that_says_what_is_compared(run, tmp_path, text, message):
+    """Not overruled in silence: the runs would be others than the file describes."""
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(RecipeError, match=message):
+        run(str(path))
+    assert not starts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("max_steps: 400", ["--max_steps", "400"]),
+        ("weight_decay: 1.0e-3", ["--weight_decay", "1e-3"]),
+        ("bf16: true", ["--bf16"]),
+        ("bf16: true", ["--bf16", "True"]),
+        ("lr_scheduler_type: linear", ["--lr_scheduler_type=linear"]),
+    ],
+)
+def test_words_that_say_what_a_file_said(run, tmp_path, text, words):
+    """The same value is the same, whether YAML read it or a command line did; another one is another one."""
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    run(str(path), "--seeds", "0")
+    path.write_text("")
+    assert run(str(path), "--seeds", "0", *words) == []
+    with pytest.raises(RecipeError, match="not given now"):
         run(str(path), "--seeds", "0")
 
 
@@ -188,13 +232,119 @@ def test_learning_rates(run, tmp_path):
     assert {one["setting"] for one in document["contrasts"]} == {"own best rates", "equal rates"}
 
 
+def test_a_rate_that_is_there_under_another_name(recipe, tmp_path):
+    """Runs at the recipe's own rate, and runs at the same rate by --learning_rates, are the same runs: made twice,
+    they could not be compared. The record of each says what it was."""
+    runs = tmp_path / "runs"
+
+    def known(name, rate, arm="none", status="finished"):
+        record = {"status": status, "learning_rate": rate, "seed": 0}
+        folder = runs / name
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_text(json.dumps({**record, "qk_init": None if arm == "none" else {"scheme": arm}}))
+        (folder / "compare.json").write_text(json.dumps({"recipe": "mlm.py", "arguments": {}}))
+
+    known("none--seed0", 2e-3)
+    known("symmetric--seed0", 2e-3, "symmetric", status="failed")
+    known("none--lr0.001--seed0", 1e-3)
+    own = {"seeds": [0], "output_dir": str(tmp_path), "launcher": "python"}
+    planned, finished = plan(ComparisonArguments(learning_rates=[1e-3, 2e-3, 4e-3], **own), [])
+    assert finished == ["none--lr0.001--seed0", "none--seed0"]
+    assert [job.name for job in planned] == [
+        *("symmetric--lr0.001--seed0", "symmetric--seed0", "none--lr0.004--seed0", "symmetric--lr0.004--seed0"),
+    ]
+    # Without --learning_rates the rate is the recipe's default; with a file's or a flag's, that one.
+    assert plan(ComparisonArguments(**own), [])[1] == ["none--seed0"]
+    (runs / "none--seed0").rename(runs / "none--lr0.002--seed0")
+    assert plan(ComparisonArguments(**own), [])[1] == ["none--lr0.002--seed0"]
+    (runs / "symmetric--seed0" / "run.json").unlink()
+    assert plan(ComparisonArguments(**own), ["--learning_rate", "1e-3"])[1] == ["none--lr0.001--seed0"]
+
+
+def test_a_rate_that_is_not_the_one_of_then(recipe, tmp_path):
+    """A default that has changed, or a name that is not what the run was."""
+    folder = tmp_path / "runs" / "none--seed0"
+    folder.mkdir(parents=True)
+    record = {"status": "finished", "learning_rate": 1e-3, "seed": 0, "qk_init": None}
+    (folder / "run.json").write_text(json.dumps(record))
+    (folder / "compare.json").write_text(json.dumps({"recipe": "mlm.py", "arguments": {}}))
+    with pytest.raises(RecipeError, match=r"another learning rate \(0\.001 then, 0\.002 now\)"):
+        plan(ComparisonArguments(seeds=[0], output_dir=str(tmp_path), launcher="python"), [])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--max_step", "4"], r"mlm\.py has no argument --max_step 4"),
+        (["--learning_rate", "1e-3", "--no_such_flag"], "has no argument --no_such_flag"),
+        (["file.yaml"], "unknown keys: max_step"),
+        (["rate.yaml"], "learning_rate='fast' is no number"),
+    ],
+)
+def test_arguments_that_the_recipe_does_not_know(tmp_path, monkeypatch, words, message):
+    """Told once and before any run, not by every run at its start."""
+    monkeypatch.chdir(tmp_path)
+    Path("file.yaml").write_text("max_step: 4")
+    Path("rate.yaml").write_text("learning_rate: fast")
+    with pytest.raises(RecipeError, match=message):
+        main(["--launcher", "python", *words])
+    assert not list(tmp_path.glob("out/compare/runs/*"))
+
+
+def test_one_initialisation(run, tmp_path):
+    """Nothing to compare, which is told before the run; joined to another one it is welcome, and `none` stays the
+    baseline."""
+    with pytest.raises(RecipeError, match="none is the only initialisation"):
+        run("--seeds", "0", "--qk_init", "none")
+    assert not starts(tmp_path)
+    run("--seeds", "0")
+    run("--seeds", "0", "--qk_init", "independent")
+    document = json.loads((tmp_path / "out" / "comparison" / "comparison.json").read_text())
+    assert {one["treated"] for one in document["contrasts"]} == {"symmetric", "independent"}
+    assert {one["baseline"] for one in document["contrasts"]} == {"none"}
+
+
+def test_a_run_that_is_still_at_work(recipe, tmp_path):
+    """Where compare.py was killed its runs live on: the same command must not write into their folders too."""
+    folder = tmp_path / "out" / "runs" / "none--seed0"
+    arguments = ComparisonArguments(str(recipe), seeds=[0], output_dir=str(tmp_path / "out"), launcher="python")
+    end = tmp_path / "end"
+    wait = f"import pathlib, time\nwhile not pathlib.Path({str(end)!r}).exists():\n    time.sleep(0.05)"
+    folder.mkdir(parents=True)
+    process = jobs._start(jobs.Job("none--seed0", folder, (sys.executable, "-c", wait)), 1)
+    try:
+        assert jobs.is_under_way(folder)  # though this process holds nothing of it
+        with pytest.raises(RecipeError, match="still at work"):
+            plan(arguments, [])
+    finally:
+        end.touch()
+        process.wait(timeout=60)
+    assert not jobs.is_under_way(folder)
+    assert len(plan(arguments, [])[0]) == 2
+
+
+def test_kept_experiments_can_be_added_to(monkeypatch):
+    """The command that made them finds all their runs, and makes the seed that is added only."""
+    monkeypatch.chdir(RECIPES.parent)
+    arguments = ComparisonArguments(
+        str(RECIPES / "mlm.py"),
+        ["none", "symmetric", '{"scheme": "symmetric", "norm": "match"}', '{"symmetry": -1}'],
+        [0, 8],
+        output_dir=str(RECIPES / "experiments" / "encoder"),
+        launcher="python",
+    )
+    assert len(plan(arguments, ["recipes/experiments/encoder.yaml"])[1]) == 8
+    arguments.learning_rates = [4e-3]
+    assert plan(arguments, ["recipes/experiments/encoder.yaml"])[0] == []
+
+
 def test_json_initialisations_name_their_folders(recipe, tmp_path):
     """An object as the recipes take it; the word that reaches the recipe is the user's own."""
     word = '{"scheme": "symmetric", "distribution": "kaiming_uniform"}'
     arguments = ComparisonArguments(str(recipe), ["none", word], [3], output_dir=str(tmp_path / "out"))
-    jobs, _ = plan(arguments, [])
-    assert jobs[1].folder.name == "symmetric-kaiming_uniform--seed3"
-    assert jobs[1].command[jobs[1].command.index("--qk_init") + 1] == word
+    planned, _ = plan(arguments, [])
+    assert planned[1].folder.name == "symmetric-kaiming_uniform--seed3"
+    assert planned[1].command[planned[1].command.index("--qk_init") + 1] == word
 
 
 @pytest.mark.parametrize(
@@ -213,6 +363,11 @@ def test_json_initialisations_name_their_folders(recipe, tmp_path):
         (["--seed", "3"], "give --seeds"),
         (["--learning_rates", "1", "--learning_rate", "2"], "both given"),
         (["--resume_from_checkpoint", "true"], "leave it out"),
+        (["--seeds", "-1"], "-1 is no seed"),
+        (["--seeds", "4294967296"], "4294967296 is no seed"),
+        (["--learning_rates", "1e-3", "-1"], "-1 is no learning rate"),
+        (["--learning_rates", "nan"], "nan is no learning rate"),
+        (["--recipe", str(RECIPES / "dynamics.py")], "makes no runs"),
         (["word"], "belongs to no argument"),
         (["nowhere.yaml"], "does not exist"),
     ],
@@ -257,13 +412,16 @@ def test_runs_at_once_share_the_cores(run, tmp_path, monkeypatch, chosen):
 
 
 def test_a_checkpoint_is_gone_on_from(recipe, tmp_path):
-    """A run that was cut short and left one does not begin anew."""
-    folder = tmp_path / "out" / "runs" / "none--seed0" / "checkpoint-2"
-    folder.mkdir(parents=True)
-    (folder / "trainer_state.json").write_text("{}")
+    """A run that was cut short and left one does not begin anew; one that is not whole is passed over."""
+    folder = tmp_path / "out" / "runs" / "none--seed0"
+    for step, files in ((2, ("trainer_state.json", "rng_state.pth")), (4, ("model.safetensors",))):
+        (folder / f"checkpoint-{step}").mkdir(parents=True)
+        for name in files:
+            (folder / f"checkpoint-{step}" / name).write_text("{}")
     arguments = ComparisonArguments(str(recipe), seeds=[0], output_dir=str(tmp_path / "out"))
-    jobs, _ = plan(arguments, ["--save_steps", "2"])
-    assert ["--resume_from_checkpoint" in job.command for job in jobs] == [True, False]
+    (first, second), _ = plan(arguments, ["--save_steps", "2"])
+    assert first.command[-2:] == ("--resume_from_checkpoint", str(folder / "checkpoint-2"))
+    assert "--resume_from_checkpoint" not in second.command
 
 
 def test_launcher(monkeypatch):
@@ -286,8 +444,8 @@ def test_interrupt_ends_the_runs(recipe, tmp_path, number, status):
     process.send_signal(number)
     process.communicate(timeout=60)
     assert process.returncode == status
-    assert run_status(out / "runs" / "none--seed0") == "finished"
-    assert run_status(record.parent) == "running"
+    assert run_record(out / "runs" / "none--seed0")["status"] == "finished"
+    assert run_record(record.parent)["status"] == "running"
     hanging = [
         path
         for path in Path("/proc").glob("[0-9]*/cmdline")
