@@ -14,7 +14,7 @@ from .curve_files import read_curves
 from .errors import ComparisonError
 from .results import EQUAL_RATES, LEARNED_BY, LOSS_LABELS, OWN_RATES, ArmSummary, Comparison, Contrast, Secondary
 from .runs import HELD_OUT, TRAIN, Run, independent_twin, metric_of, read_folders
-from .speedup import raw_speed_up, smoothed_speed_up, window_size
+from .speedup import SpeedUp, raw_speed_up, smoothed_speed_up, window_size
 from .statements import make_statements
 from .statistics import Estimate, estimate, holm, sign_flip_p, smallest_p
 
@@ -108,18 +108,40 @@ def compare_runs(
         _check_rates(members, own_rates, chosen)
         notes += pairing(members, differing, cut)
         members, aligned = align(members, cut)
-        notes += aligned
+        notes += aligned + _state_diverged(members)
         compared += members
         of_group = _summaries(members, confidence)
         summaries += of_group
         found += _contrasts(members, of_group, chosen, window, confidence, notes)
     notes = list(dict.fromkeys(notes))
     if not found:
-        raise ComparisonError("no pair of runs with the same seed is left to compare. " + " ".join(left_out))
+        lines = f" Left out: {'; '.join(left_out)}." if left_out else ""
+        raise ComparisonError(f"no pair of runs with the same seed is left to compare: {_seeds(compared)}{lines}")
     notes += make_statements(summaries, found, window, level)
     return Comparison(
         tuple(compared), baseline, tuple(summaries), tuple(found), window, confidence, tuple(notes), tuple(left_out)
     )
+
+
+def _state_diverged(runs: Sequence[Run]) -> list[str]:
+    lines = []
+    for run in runs:
+        ends = {label: _last(run, key) for key, label in LOSS_LABELS.items() if key in run.curves}
+        lost = [f"its last {label} is {value}" for label, value in ends.items() if not math.isfinite(value)]
+        if lost:
+            lines.append(f"{run.name} diverged ({', '.join(lost)}): what it enters has no interval and no test.")
+    return lines
+
+
+def _seeds(runs: Sequence[Run]) -> str:
+    """Which seeds there are of each arm, and at which rate where that tells them apart."""
+    several = len({run.learning_rate for run in runs}) > 1
+    seeds: dict[str, list[str]] = {}
+    for run in runs:
+        arm = f"{run.group} {run.arm}".strip() + (f" at rate {_rate(run.learning_rate)}" if several else "")
+        seeds.setdefault(arm, []).append("not known" if run.seed is None else str(run.seed))
+    listed = (f"{arm} has seed{'s' * (len(of) > 1)} {', '.join(of)}" for arm, of in seeds.items())
+    return f"{'; '.join(listed)}."
 
 
 def _read(
@@ -309,16 +331,31 @@ def _contrast(
         p_corrected=None,
         p_smallest=1.0,
         verdict="",
-        raw=tuple(raw_speed_up(one, other) for one, other in curves),
-        raw_null=tuple(raw_speed_up(other, other) for _, other in curves),
-        smoothed=tuple(smoothed_speed_up(one, other, width) for one, other in smoothed),
-        smoothed_null=tuple(smoothed_speed_up(other, other, width) for _, other in smoothed),
+        raw=_known(raw_speed_up(one, other) for one, other in curves),
+        raw_null=_known(raw_speed_up(other, other) for _, other in curves),
+        smoothed=_known(smoothed_speed_up(one, other, width) for one, other in smoothed),
+        smoothed_null=_known(smoothed_speed_up(other, other, width) for _, other in smoothed),
         metrics={
             name: Secondary(differences[key], sign_flip_p(differences[key].values))
             for key, name in metrics.items()
             if key in differences
         },
     )
+
+
+def _known(speeds: Iterable[SpeedUp]) -> tuple[SpeedUp, ...]:
+    """Without those whose target is no loss that could be reached: the baseline diverged."""
+    return tuple(speed for speed in speeds if math.isfinite(speed.target))
+
+
+def _diverged(contrast: Contrast, arms: Sequence[ArmSummary]) -> list[str]:
+    losses = [one.held_out if contrast.tested == LOSS_LABELS[HELD_OUT] else one.train for one in arms]
+    return [
+        one.arm if seed is None else f"{one.arm} with seed {seed}"
+        for one, found in zip(arms, losses, strict=True)
+        for seed, value in zip(one.seeds, () if found is None else found.values, strict=True)
+        if seed in contrast.seeds and not math.isfinite(value)
+    ]
 
 
 def _last(run: Run, key: str) -> float:
@@ -328,9 +365,11 @@ def _last(run: Run, key: str) -> float:
 def _corrected(family: Sequence[Contrast], cells: dict[Key, ArmSummary], level: float) -> list[Contrast]:
     tested = [contrast for contrast in family if contrast.p is not None]
     corrected = dict(zip(map(id, tested), holm([contrast.p or 0.0 for contrast in tested]), strict=True))
+    # Holm's method gives no smaller value where a p grows: with each p at its own floor, all are as small as they get.
+    floors = dict(zip(map(id, tested), holm([smallest_p(len(contrast.seeds)) for contrast in tested]), strict=True))
     finished = []
     for contrast in family:
-        smallest = smallest_p(len(contrast.seeds), max(1, len(tested)))
+        smallest = floors.get(id(contrast), smallest_p(len(contrast.seeds), max(1, len(tested))))
         whole = replace(contrast, p_corrected=corrected.get(id(contrast)), p_smallest=smallest)
         arms = [cells[contrast.treated, contrast.treated_rate], cells[contrast.baseline, contrast.baseline_rate]]
         finished.append(replace(whole, verdict=_verdict(whole, arms, level)))
@@ -340,7 +379,7 @@ def _corrected(family: Sequence[Contrast], cells: dict[Key, ArmSummary], level: 
 def _verdict(contrast: Contrast, arms: Sequence[ArmSummary], level: float) -> str:
     difference = contrast.tested_difference
     if not math.isfinite(difference.mean):
-        return "no test: a run diverged"
+        return f"no test: {' and '.join(_diverged(contrast, arms))} diverged"
     asleep = [one.arm for one in arms if one.learned is False]
     if asleep:
         return f"inconclusive: {' and '.join(asleep)} did not learn (less than {LEARNED_BY} nats below unigrams)"

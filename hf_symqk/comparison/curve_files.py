@@ -66,9 +66,16 @@ def read_curves(path: str | os.PathLike[str], baseline: str = "none") -> list[Ru
 def _read(path: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
     """The numbers, and which cells are empty: a loss that is written as NaN is one that diverged."""
     try:
+        # Of two columns of one name pandas would call the second by another one.
+        header = pd.read_csv(path, dtype=str, keep_default_na=False, header=None, nrows=1).iloc[0]
         text = pd.read_csv(path, dtype=str, keep_default_na=False)
     except (OSError, ValueError) as error:
         raise ComparisonError(f"{str(path)!r} cannot be read: {error}") from None
+    twice = header[header.duplicated()].unique()
+    if len(twice):
+        raise ComparisonError(
+            f"{str(path)!r} has several columns {', '.join(map(repr, twice))}: name each its own way."
+        )
     if "step" not in text:
         raise ComparisonError(f"{str(path)!r} has no column 'step'; its columns are {', '.join(map(str, text))}.")
     if len(text.columns) < 3:

@@ -94,11 +94,11 @@ class Contrast:
         tested (`str`): Loss that the test is of: the held-out one where it is known.
         p (`float` or `None`): Sign-flip test over seeds; `None` where there is none.
         p_corrected (`float` or `None`): After Holm's correction over the arms of the same setting.
-        p_smallest (`float`): What `p_corrected` cannot go below with that many seeds and arms.
+        p_smallest (`float`): What `p_corrected` cannot go below with the seeds of all contrasts of the setting.
         verdict (`str`): What the data say, in words.
-        raw (`tuple[SpeedUp, ...]`): Speed-up by the paper's rule, one a seed.
+        raw (`tuple[SpeedUp, ...]`): Speed-up by the paper's rule, one a seed whose baseline did not diverge.
         raw_null (`tuple[SpeedUp, ...]`): The same of the baseline against its own end.
-        smoothed (`tuple[SpeedUp, ...]`): Speed-up by running means, one a seed.
+        smoothed (`tuple[SpeedUp, ...]`): Speed-up by running means, of the same seeds.
         smoothed_null (`tuple[SpeedUp, ...]`): The same of the baseline against its own end.
         metrics (`Mapping[str, Secondary]`): Differences in held-out accuracy and whatever else the runs logged, by
             name.

@@ -41,9 +41,11 @@ def make_statements(
             f"p <= {level:g}."
         )
         for count, family, floor in sorted({_reach(contrast, contrasts) for contrast in tests}):
-            line = f"With {count} seeds and {family} comparison{'s' * (family > 1)}, p cannot go below {floor:.3g}"
-            needed = seeds_needed(family, level)
-            lines.append(f"{line}: {needed} seeds could show a difference." if floor > level + 1e-12 else f"{line}.")
+            number, unequal = len(family), len(set(family)) > 1
+            of = f" of {', '.join(map(str, family[:-1]))} and {family[-1]} seeds" if unequal else ""
+            line = f"With {count} seeds and {number} comparison{'s' * (number > 1)}{of}, p cannot go below {floor:.3g}"
+            needed = f"{seeds_needed(number, level)} seeds{' in each' * unequal}"
+            lines.append(f"{line}: {needed} could show a difference." if floor > level + 1e-12 else f"{line}.")
     lines += _metric_statements(contrasts)
     if any(contrast.setting == OWN_RATES for contrast in contrasts):
         lines.append(
@@ -51,18 +53,21 @@ def make_statements(
             "on the losses reported here, for both arms alike."
         )
         lines += _edges(summaries)
-    unknown = any(one.learned is None and one.held_out is not None for one in summaries)
+    unknown = [one for one in summaries if one.learned is None]
     if unknown and not any(contrast.metrics for contrast in contrasts):  # an accuracy says it by itself
-        lines.append("Whether the runs learned more than the tokens' frequencies is not known: no unigram entropy.")
+        lacking = "unigram entropy" if any(one.held_out is not None for one in unknown) else "held-out loss"
+        lines.append(f"Whether the runs learned more than the tokens' frequencies is not known: no {lacking}.")
     return lines + _speed_up_statements(contrasts, window)
 
 
-def _reach(contrast: Contrast, contrasts: Sequence[Contrast]) -> tuple[int, int, float]:
+def _reach(contrast: Contrast, contrasts: Sequence[Contrast]) -> tuple[int, tuple[int, ...], float]:
+    """Seeds of a contrast, those of all that are corrected for together, and what its p cannot go below."""
+
     def place(one: Contrast) -> tuple[object, ...]:
         return one.group, one.setting, one.treated_rate if one.setting == EQUAL_RATES else None
 
-    family = sum(other.p is not None and place(other) == place(contrast) for other in contrasts)
-    return len(contrast.seeds), family, contrast.p_smallest
+    family = [len(other.seeds) for other in contrasts if other.p is not None and place(other) == place(contrast)]
+    return len(contrast.seeds), tuple(sorted(family)), contrast.p_smallest
 
 
 def _metric_statements(contrasts: Sequence[Contrast]) -> list[str]:
@@ -89,8 +94,14 @@ def _edges(summaries: Sequence[ArmSummary]) -> list[str]:
 
 
 def _speed_up_statements(contrasts: Sequence[Contrast], window: float) -> list[str]:
-    if not any(contrast.raw for contrast in contrasts):
+    with_loss = [contrast for contrast in contrasts if contrast.train is not None]
+    if not with_loss:
         return ["No training loss was logged: no speed-up."]
+    lost = ["A baseline that diverged is no target: a pair with it has no speed-up."]
+    if all(len(contrast.raw) == len(contrast.seeds) for contrast in with_loss):
+        lost = []
+    elif not any(contrast.raw for contrast in with_loss):
+        return lost
     lines = [
         "Speed-up: 1 - (first logged step at which the treated run's training loss is at or below the baseline's last "
         "one) / (last step); not reached counts as 0. Null: the same of the baseline against its own end, which the "
@@ -103,4 +114,4 @@ def _speed_up_statements(contrasts: Sequence[Contrast], window: float) -> list[s
         )
     if any(contrast.raw and not contrast.smoothed for contrast in contrasts):
         lines.append("Logs of fewer points than the running mean takes have no smoothed speed-up.")
-    return lines
+    return lines + lost

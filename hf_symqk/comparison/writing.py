@@ -18,8 +18,8 @@ __all__ = ["write_comparison"]
 
 def write_comparison(comparison: Comparison, folder: str | os.PathLike[str], *, figure: bool = True) -> list[Path]:
     """
-    Writes a comparison: `comparison.md`, `comparison.tex` and `comparison.json`, each table as a `.csv` with full
-    precision, and the figure as `comparison.png` and `comparison.pdf`.
+    Writes a comparison: `comparison.md`, `comparison.tex` and `comparison.json`, each table (the paper's too) as a
+    `.csv` with full precision, and the figure as `comparison.png` and `comparison.pdf`.
 
     Args:
         comparison ([`Comparison`]): What [`compare_runs`] returned.
@@ -40,7 +40,7 @@ def write_comparison(comparison: Comparison, folder: str | os.PathLike[str], *, 
         "comparison.md": "\n".join(render(table, Format.MARKDOWN) for table in tables.values()),
         "comparison.tex": "\n".join(render(table, Format.LATEX) for table in tables.values()),
         "comparison.json": json.dumps(to_document(comparison), indent=2, ensure_ascii=False, allow_nan=False) + "\n",
-        **{f"{name}.csv": render(table, Format.CSV) for name, table in tables.items() if name != "published"},
+        **{f"{name}.csv": render(table, Format.CSV) for name, table in tables.items()},
     }
     written = []
     for name, text in texts.items():

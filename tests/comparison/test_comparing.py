@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from hf_symqk.comparison import ComparisonError, compare_runs
+from hf_symqk.comparison.tables import make_tables
 
 from .making import falling, record, state, write_pairs, write_run
 
@@ -112,6 +113,31 @@ def test_members_of_the_family_have_the_independent_arm_of_their_scale(tmp_path)
     }
 
 
+def test_floor_of_unequal_numbers_of_seeds(tmp_path):
+    """Nine pairs and six, all of one sign: Holm's method doubles the smaller p (2/2^8), and the larger (2^-5) stands
+    as it is. That is what neither can go below, and the report says no other."""
+    ends = {"none": [3.5 + number / 50 for number in range(9)]}
+    ends |= {"symmetric": lower(ends["none"], 0.2), "independent-kaiming_uniform": lower(ends["none"][:6], 0.3)}
+    comparison = compare_runs([write_pairs(tmp_path, ends, KAIMING)])
+    found = {one.treated: (one.p_corrected, one.p_smallest) for one in comparison.contrasts}
+    assert found == {"symmetric": (2**-7, 2**-7), "independent-kaiming_uniform": (2**-5, 2**-5)}
+    assert {one.verdict for one in comparison.contrasts} == {"lower held-out loss"}
+    assert "With 6 seeds and 2 comparisons of 6 and 9 seeds, p cannot go below 0.0312." in comparison.notes
+    assert "With 9 seeds and 2 comparisons of 6 and 9 seeds, p cannot go below 0.00781." in comparison.notes
+
+
+def test_too_few_seeds_in_one_of_several(tmp_path):
+    """With three pairs p = 0.25 however many the other comparison has, which takes nothing from it."""
+    ends = {"none": PLAIN, "symmetric": lower(PLAIN, 0.1), "independent-kaiming_uniform": lower(PLAIN[:3], 0.3)}
+    comparison = compare_runs([write_pairs(tmp_path, ends, KAIMING)])
+    verdicts = {one.treated: one.verdict for one in comparison.contrasts}
+    assert verdicts["independent-kaiming_uniform"] == (
+        "too few seeds to tell: all 3 pairs agree, but p cannot go below 0.25"
+    )
+    line = "With 3 seeds and 2 comparisons of 3 and 6 seeds, p cannot go below 0.25: 7 seeds in each could show a"
+    assert f"{line} difference." in comparison.notes
+
+
 def test_contrasts_that_are_asked_for(tmp_path):
     """Fewer comparisons, less to correct for."""
     ends = {"none": PLAIN, "symmetric": lower(PLAIN, 0.1), "independent-kaiming_uniform": lower(PLAIN, 0.3)}
@@ -192,7 +218,32 @@ def test_diverged_run_is_no_best_rate_and_no_test(tmp_path):
     comparison = compare_runs([tmp_path / "slow", tmp_path / "fast"])
     assert {one.arm: one.learning_rate for one in comparison.arms if one.best} == {"none": 1e-3, "symmetric": 2e-3}
     found = {(one.setting, one.treated_rate): one.verdict for one in comparison.contrasts}
-    assert found["equal rates", 2e-3] == "no test: a run diverged"
+    assert found["equal rates", 2e-3] == "no test: none with seed 1 diverged"
+    run = tmp_path / "fast" / "none--lr0.002--seed1"
+    assert (
+        f"{run} diverged (its last training loss is nan, its last held-out loss is nan): what it enters has no "
+        in (line.removesuffix("interval and no test.") for line in comparison.notes)
+    )
+
+
+@pytest.mark.parametrize("end", [float("inf"), float("nan")])
+def test_no_speed_up_towards_a_baseline_that_diverged(tmp_path, end):
+    """Every loss is below infinity: the first step would be the one at which it is reached."""
+    for seed, last in ((0, 3.0), (1, end)):
+        for arm, init, loss in (("none", None, last), ("symmetric", {"scheme": "symmetric"}, 2.5)):
+            curve = [*falling(3.0)[:-1], loss]
+            write_run(tmp_path / f"{arm}{seed}", state(curve, {200: 3.0}), record(init, seed))
+    comparison = compare_runs([tmp_path])
+    contrast = only(comparison)
+    assert contrast.verdict != "no test: none with seed 1 diverged"  # the held-out loss, which is tested, did not
+    for speeds in (contrast.raw, contrast.raw_null, contrast.smoothed, contrast.smoothed_null):
+        assert [speed.target for speed in speeds] == [pytest.approx(speeds[0].target)]
+        assert speeds[0].target < 4
+    assert "A baseline that diverged is no target: a pair with it has no speed-up." in comparison.notes
+    alone = compare_runs([tmp_path / f"{arm}1" for arm in ("none", "symmetric")])
+    assert only(alone).raw == ()
+    assert not any(line.startswith(("Speed-up", "No training loss")) for line in alone.notes)
+    assert "speed_up" not in make_tables(alone)
 
 
 def test_a_seed_that_one_arm_lacks(tmp_path):
@@ -206,7 +257,8 @@ def test_no_seed_in_common(tmp_path):
     """Unpaired runs are not compared."""
     for seed, init in ((0, None), (1, {"scheme": "symmetric"})):
         write_run(tmp_path / str(seed), state(falling(3.0)), record(init, seed))
-    with pytest.raises(ComparisonError, match="no pair of runs with the same seed"):
+    message = r"no pair of runs with the same seed is left to compare: none has seed 0; symmetric has seed 1\.$"
+    with pytest.raises(ComparisonError, match=message):
         compare_runs([tmp_path])
 
 
@@ -218,6 +270,9 @@ def test_training_loss_alone(tmp_path):
     comparison = compare_runs([tmp_path])
     assert only(comparison).verdict == "lower training loss"
     assert any("paired differences of training loss" in line for line in comparison.notes)
+    assert "Whether the runs learned more than the tokens' frequencies is not known: no held-out loss." in (
+        comparison.notes
+    )
     assert sum("Pairing could not be checked" in line for line in comparison.notes) == 1
 
 

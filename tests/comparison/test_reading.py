@@ -215,6 +215,9 @@ def test_columns_of_a_file(tmp_path, header, found):
     [
         ("epoch,a,b\n1,2,3\n", "no column 'step'; its columns are epoch, a, b"),
         ("step,a\n1,2\n", "fewer than two columns"),
+        ("step,a,a,b\n1,2,3,4\n", "several columns 'a': name each its own way"),
+        ("step,a,b,step\n1,2,3,4\n", "several columns 'step'"),
+        ("", "cannot be read: No columns"),
         ("step,a,b\n1,2,3\n2,1,1\n", "no 'none' beside another arm"),
         ("step,a,a--symmetric\n1,x,3\n", "a has values that are no numbers"),
         ("step,a,a--symmetric\n2,1,3\n1,1,3\n", "do not increase"),

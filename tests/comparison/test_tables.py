@@ -108,9 +108,12 @@ def test_files(comparison, tmp_path):
         "final_loss.csv",
         "differences.csv",
         "speed_up.csv",
+        "published.csv",
     }
     assert {path.name for path in (tmp_path / "new" / "folder").iterdir()} == names
     assert (tmp_path / "new" / "folder" / "comparison.md").read_text().count("| --- |") >= 3
+    published = pd.read_csv(tmp_path / "new" / "folder" / "published.csv")
+    assert published.iloc[0].tolist() == [4, "Jigsaw", 2.782, 2.758, 26]
 
 
 def test_every_arm_has_a_line_of_its_own():
