@@ -243,6 +243,20 @@ def test_bad_input_ends_before_training(text_files, tmp_path, more, message, mon
         mlm.main(words(text_files["txt"], tmp_path, *more))
 
 
+def test_resuming_between_two_logged_losses(text_files, tmp_path):
+    """The loss logged at step 8 is the mean of steps 5 to 8 for a run resumed at 6, too: raw speed-ups read such
+    points. What `Trainer` reports of its own call stays that of the steps made in it."""
+    save = ("--save_strategy", "steps", "--save_steps", "6", "--logging_steps", "4", "--eval_steps", "100")
+    whole = mlm.main(words(text_files["txt"], tmp_path, *save, steps=8))
+    more = (*save, "--resume_from_checkpoint", str(tmp_path / "checkpoint-6"))
+    resumed = mlm.main(words(text_files["txt"], tmp_path / "resumed", *more, steps=8))
+    assert history(resumed, "loss") == pytest.approx(history(whole, "loss"), rel=1e-6)
+    each = mlm.main(words(text_files["txt"], tmp_path / "each", "--eval_steps", "100", steps=8))
+    losses = history(each, "loss")
+    assert history(whole, "loss")[1] == pytest.approx(sum(losses[4:]) / 4, rel=1e-5)
+    assert history(resumed, "train_loss")[-1] == pytest.approx(sum(losses[6:]) / 2, rel=1e-5)
+
+
 def test_unusable_checkpoint_leaves_a_finished_run_as_it_was(finished, text_files):
     """Told in one line, before anything is written."""
     _, folder = finished
