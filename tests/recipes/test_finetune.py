@@ -267,8 +267,9 @@ def test_two_processes_run_the_recipe(files, tmp_path):
         assert done.returncode == 0, done.stderr[-3000:]
         log = json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"]
         curves = [[entry[key] for entry in log if key in entry] for key in ("loss", "eval_loss")]
-        runs[name] = (record(tmp_path / name)["num_processes"], curves)
-    assert (runs["one"][0], runs["two"][0]) == (1, 2)
+        runs[name] = (record(tmp_path / name), curves)
+    assert (runs["one"][0]["num_processes"], runs["two"][0]["num_processes"]) == (1, 2)
+    assert runs["one"][0]["hashes"] == runs["two"][0]["hashes"]
     assert len(runs["one"][1][0]) == 7
     for one, two in zip(runs["one"][1], runs["two"][1], strict=True):
         assert two == pytest.approx(one, rel=1e-3)
