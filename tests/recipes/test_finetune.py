@@ -12,7 +12,7 @@ import pytest
 import torch
 from arguments import RecipeError
 from launching import in_processes
-from sequence_data import TASKS, SequenceArguments, builtin_passages
+from sequence_data import TASKS, SequenceArguments, builtin_passages, sequence_dataset
 from test_mlm import ROOT, launch
 from transformers import (
     BertConfig,
@@ -195,7 +195,9 @@ def test_task_gives_columns_and_metrics(tmp_path):
     results = json.loads((tmp_path / "out" / "all_results.json").read_text())
     assert "eval_matthews_correlation" in results
     assert "eval_accuracy" not in results
+    assert "dataset" not in record(tmp_path / "out")["data"]
     arguments = SequenceArguments(task_name="mnli")
+    assert sequence_dataset(arguments) == {"dataset": "nyu-mll/glue", "dataset_config": "mnli"}
     assert list(arguments.text_columns.values()) == ["premise", "hypothesis"]
     assert TASKS["mnli"].validation_split == "validation_matched"
 
