@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from arguments import RecipeError, SourceArguments
 from example_weighted import Encoder
-from examples import IGNORED
+from examples import IGNORED, rows_of_pass
 from text_data import SPLIT_SEED
 
 
@@ -184,9 +184,8 @@ class ExampleStream(torch.utils.data.IterableDataset):
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         for epoch in itertools.count():
-            self.rows.set_epoch(epoch)
             index = -1
-            for index, row in enumerate(self.rows):
+            for index, row in enumerate(rows_of_pass(self.rows, epoch)):
                 (example,) = self.encode({name: [value] for name, value in row.items()}, [(epoch, index)])
                 yield {**example, "labels": torch.tensor(self.number(row[self.label_column]))}
             if index < 0:

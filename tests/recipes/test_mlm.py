@@ -206,12 +206,13 @@ def test_resumed_run_continues_the_same_curve(text_files, tmp_path):
     pd.testing.assert_frame_equal(*tables)
 
 
-@pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.parametrize("workers", [("0", "1"), ("1", "0")])
 def test_stream_and_its_resume(text_files, tmp_path, workers):
+    """With another number of workers than before, too."""
     more = ("--streaming", "--stream_validation_documents", "6", "--save_strategy", "steps", "--save_steps", "12")
-    more += ("--dataloader_num_workers", workers, "--shuffle_buffer_size", "20", "--eval_steps", "100")
-    whole = mlm.main(words(text_files["jsonl"], tmp_path, *more, steps=16))
-    more += ("--resume_from_checkpoint", str(tmp_path / "checkpoint-12"))
+    more += ("--shuffle_buffer_size", "20", "--eval_steps", "100", "--dataloader_num_workers")
+    whole = mlm.main(words(text_files["jsonl"], tmp_path, *more, workers[0], steps=16))
+    more += (workers[1], "--resume_from_checkpoint", str(tmp_path / "checkpoint-12"))
     resumed = mlm.main(words(text_files["jsonl"], tmp_path / "resumed", *more, steps=16))
     assert record(tmp_path / "resumed")["hashes"] == record(tmp_path)["hashes"]
     assert history(resumed, "loss") == pytest.approx(history(whole, "loss"), rel=1e-6)
