@@ -216,7 +216,7 @@ def test_nothing_left_by_drop_last(tmp_path):
 
 @pytest.mark.parametrize("eval_batch", [8, 16])
 def test_drop_last_is_for_training_alone(eval_batch, tmp_path):
-    """13 held-out examples: one batch of 8 and some more, or less than one of 16. Two steps of 8 make an epoch of 22."""
+    """13 held-out examples: more than a batch of 8, or less than one of 16. An epoch of 22 has two steps of 8."""
     result = run("images", 8, 1, tmp_path, eval_batch, max_steps=2, eval_steps=1, dataloader_drop_last=True)
     assert result["eval_examples"] == [HELD_OUT] * 2
     assert result["epoch"] == 1
