@@ -6,6 +6,7 @@ splits as loaded  ->  the same rows with a column `labels`, of class numbers or 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 from collections import Counter
@@ -247,7 +248,7 @@ def _text(value: Any) -> str:
 def _numbering(features: Any, column: str, classes: Sequence[str] | None, what: str) -> Callable[[Any], int | float]:
     """Turns a label as it stands in the column into its number."""
     if classes is None:
-        return float
+        return functools.partial(_value, column=column, what=what)
     numbers = {name: number for number, name in enumerate(classes)}
     feature = None if features is None else features[column]
 
@@ -265,6 +266,17 @@ def _numbering(features: Any, column: str, classes: Sequence[str] | None, what: 
     return number
 
 
+def _value(label: Any, column: str, what: str) -> float:
+    if label is None or label != label:
+        raise RecipeError(f"an example of {what} has no label in column {column!r}: leave it out.")
+    if label == IGNORED:
+        raise RecipeError(
+            f"{what} has the value {IGNORED} in column {column!r}, which marks what the loss leaves out: scale the "
+            "values, or shift them."
+        )
+    return float(label)
+
+
 def _number(
     part: datasets.Dataset, inputs: Iterable[str], column: str, classes: Sequence[str] | None, what: str
 ) -> datasets.Dataset:
@@ -279,11 +291,6 @@ def _number(
         raise RecipeError(f"{missing} of the {len(values)} examples of {what} have no label in column {column!r}.")
     number = _numbering(part.features, column, classes, what)
     numbers = np.asarray([number(value) for value in values], dtype=np.float64 if classes is None else np.int64)
-    if (numbers == IGNORED).any():
-        raise RecipeError(
-            f"{what} has the value {IGNORED} in column {column!r}, which marks what the loss leaves out: scale the "
-            "values, or shift them."
-        )
     kept = part.select_columns(list(inputs))
     return kept.add_column("labels", numbers)
 

@@ -241,6 +241,14 @@ def test_bad_input_ends_before_training(text_files, tmp_path, more, message, mon
         mlm.main(words(text_files["txt"], tmp_path, *more))
 
 
+def test_nothing_is_held_out_of_one_document(text_files, tmp_path):
+    """What the error of a document that cannot be split advises."""
+    more = ("--sample_by", "document", "--validation_split_percentage", "0", "--do_eval", "false")
+    trainer = mlm.main(words(text_files["txt"], tmp_path, *more, steps=1))
+    assert trainer.state.global_step == 1
+    assert record(tmp_path)["data"]["held_out_sequences"] == 0
+
+
 def test_evaluation_only(text_files, tmp_path):
     trainer = mlm.main(words(text_files["txt"], tmp_path, "--do_train", "false"))
     results = json.loads((tmp_path / "all_results.json").read_text())
