@@ -295,6 +295,23 @@ def _number(
     return kept.add_column("labels", numbers)
 
 
+def _warn_of_missing_classes(numbers: Sequence[float], classes: Sequence[str], name: str) -> None:
+    """What is sorted by class, such as a folder of images, comes class by class as a stream."""
+    missing = [known for number, known in enumerate(classes) if number not in set(numbers)]
+    if missing:
+        logger.warning(
+            "the %d held-out examples of %s are the first of a stream and of %d of its %d classes only, none of them "
+            "%s%s: is it sorted by class? Then it is also trained on in that order, but for --shuffle_buffer_size. "
+            "Shuffle the data, leave --streaming out, or hold out more (--stream_validation_examples)",
+            len(numbers),
+            name,
+            len(classes) - len(missing),
+            len(classes),
+            ", ".join(missing[:20]),
+            ", …" if len(missing) > 20 else "",
+        )
+
+
 def _label_stream(
     train: datasets.IterableDataset,
     held_out: datasets.IterableDataset | None,
@@ -334,4 +351,6 @@ def _label_stream(
     number = _numbering(train.features, column, classes, f"the held-out part of {name}")
     content = {key: [row[key] for row in rows] for key in inputs}
     content["labels"] = [number(row[column]) for row in rows]
+    if classes is not None:
+        _warn_of_missing_classes(content["labels"], classes, name)
     return LabelledData(train, datasets.Dataset.from_dict(content), classes)

@@ -204,9 +204,12 @@ def test_stream(files, tmp_path):
     more = (*FRESH, "--train_file", files["words"], "--streaming", "--stream_validation_examples", "6")
     with pytest.raises(RecipeError, match=r"does not declare the classes .* --class_names"):
         finetune.main(words(tmp_path, *more))
-    trainer = finetune.main(words(tmp_path, *more, "--class_names", "bad", "good"))
+    more += ("--class_names", "bad", "good")
+    trainer = finetune.main(words(tmp_path / "0", *more))
     assert len(history(trainer, "loss")) == 3
     assert len(trainer.eval_dataset) == 6
+    finetune.main(words(tmp_path / "1", *more, "--dataloader_num_workers", "1"))
+    assert record(tmp_path / "0")["hashes"] == record(tmp_path / "1")["hashes"]
 
 
 @pytest.mark.parametrize(
