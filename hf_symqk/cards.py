@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers.modelcard import TASK_MAPPING
 
 from ._held_out import held_out_results
@@ -23,7 +24,7 @@ RECORD = "run.json"
 SCORES_TABLE = "qk_scores_first_last.csv"
 SCORES_FIGURE = "qk_scores.png"
 
-_DATASETS = ("dataset_name", "task_name")
+_FILES = ("train_file", "train_dir")
 _HASHES = {"weights": "the initial weights without Q, K and V", "batches": "the training batches"}
 
 
@@ -69,22 +70,26 @@ def write_model_card(
         name: value for name, value in held_out_results(record.get("metrics", {})).items() if math.isfinite(value)
     }
     task = _task(record["model"]["class"])
-    dataset = next((str(arguments[key]) for key in _DATASETS if arguments.get(key)), None)
+    about = record.get("data", {})
+    # A recipe that picks the dataset by itself says which; a local path is no dataset of the Hub, nor a base model.
+    named = about.get("dataset") or arguments.get("dataset_name")
+    dataset, config = _hub_id(named), about.get("dataset_config") or arguments.get("dataset_config_name")
+    is_local = any(arguments.get(key) for key in (*_FILES, "dataset_name"))
     data = ModelCardData(
         model_name=name,
         library_name="transformers",
         pipeline_tag=task,
         license=license,
-        # A local path is no dataset of the Hub, nor is a folder a base model.
-        datasets=dataset if dataset and not Path(dataset).exists() else None,
+        datasets=dataset,
         base_model=_hub_id(arguments.get("model_name_or_path")),
         metrics=[metric for metric in results if metric != "loss"] or None,
         tags=["hf_symqk", "qk-init" if record.get("qk_init") else "qk-init-none", record["recipe"]],
         eval_results=[
             EvalResult(
                 task_type=task or record["recipe"],
-                dataset_type=dataset or "builtin",
-                dataset_name=str(record.get("data", {}).get("source", dataset or "built in")),
+                dataset_type=dataset or ("local" if is_local else "builtin"),
+                dataset_name=str(about.get("source", named or "built in")),
+                dataset_config=config if dataset else None,
                 metric_type=metric,
                 metric_name=f"held-out {metric.replace('_', ' ')}",
                 metric_value=value,
@@ -138,7 +143,12 @@ def _task(model_class: str) -> str | None:
 
 
 def _hub_id(name: Any) -> str | None:
-    return str(name) if name and not Path(str(name)).exists() else None
+    """The name of a repository; `None` for a folder, also one that is not there when the card is written."""
+    try:
+        validate_repo_id(str(name or ""))
+    except HFValidationError:
+        return None
+    return None if Path(str(name)).exists() else str(name)
 
 
 def _summary(record: Mapping[str, Any]) -> str:

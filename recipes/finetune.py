@@ -27,6 +27,7 @@ from sequence_data import (
     SequenceEncoder,
     check_text,
     load_sequences,
+    sequence_dataset,
     sequence_source,
     tokenize_examples,
 )
@@ -144,6 +145,7 @@ def main(argv: Sequence[str] | None = None) -> ExampleWeightedTrainer:
         trainer,
         data={
             "source": sequence_source(arguments),
+            **sequence_dataset(arguments),
             "task": arguments.task_name,
             "train_examples": len(train) if isinstance(train, KeyedExamples) else None,
             "held_out_examples": 0 if held_out is None else len(held_out),

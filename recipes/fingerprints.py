@@ -103,19 +103,12 @@ class BatchFingerprint(TrainerCallback, ExportableState):
         """
         if step != self._last_step:
             self._last_step, self._steps = step, self._steps + 1
-        # Without -1, which a batch of no rows leaves open.
-        rows = {
-            name: _bytes(tensor.reshape(len(tensor), math.prod(tensor.shape[1:])))
-            for name, tensor in sorted(batch.items())
-        }
-        head = "".join(f"{name} {batch[name].dtype} {tuple(batch[name].shape[1:])};" for name in rows)
-        number = len(next(iter(rows.values())))
-        for index in range(number):
+        for head, rows in _sequences(batch):
             digest = hashlib.sha256(f"{step};{head}".encode())
-            for values in rows.values():
-                digest.update(values[index])
+            for row in rows:
+                digest.update(row)
             self._own += int.from_bytes(digest.digest(), "big")
-        self._own_sequences += number
+            self._own_sequences += 1
 
     def combine(self) -> None:
         """Brings the processes together; each has to call."""
@@ -286,6 +279,27 @@ def _split(tensor: torch.Tensor, claims: Mapping[str, torch.Tensor]) -> dict[str
     if rest.any():
         parts["weights"] = tensor[rest.to(tensor.device)]
     return parts
+
+
+def _sequences(batch: Mapping[str, torch.Tensor]) -> Iterable[tuple[str, list[Any]]]:
+    """Each sequence of a batch: names, types and shapes of what it consists of, and the bytes."""
+    mask = batch.get("attention_mask")
+    parts = dict(sorted(batch.items()))
+    if mask is None or mask.ndim != 2:
+        # Without -1, which a batch of no rows leaves open.
+        rows = [_bytes(part.reshape(len(part), math.prod(part.shape[1:]))) for part in parts.values()]
+        head = _head({name: part[:0] for name, part in parts.items()})
+        yield from ((head, list(row)) for row in zip(*rows, strict=True))
+        return
+    # Padding is a matter of what stands beside a sequence in its batch.
+    for index, kept in enumerate(mask.bool()):
+        own = {name: part[index][kept] if part.shape == mask.shape else part[index] for name, part in parts.items()}
+        head = _head({name: part[None] for name, part in own.items()})
+        yield head, [_bytes(part.reshape(-1)) for part in own.values()]
+
+
+def _head(parts: Mapping[str, torch.Tensor]) -> str:
+    return "".join(f"{name} {part.dtype} {tuple(part.shape[1:])};" for name, part in parts.items())
 
 
 def _bytes(tensor: torch.Tensor) -> Any:

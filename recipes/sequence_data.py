@@ -24,6 +24,7 @@ __all__ = [
     "builtin_passages",
     "check_text",
     "load_sequences",
+    "sequence_dataset",
     "sequence_source",
     "tokenize_examples",
 ]
@@ -124,6 +125,13 @@ def sequence_source(arguments: SequenceArguments) -> str:
     return "the passages of the built-in text" if arguments.builtin else f"{arguments.task_name} of {GLUE}"
 
 
+def sequence_dataset(arguments: SequenceArguments) -> dict[str, str]:
+    """Returns what the record of a run adds of a dataset that no argument names: that of a GLUE task."""
+    if arguments.task_name is None or arguments.dataset_name is not None or arguments.train_file is not None:
+        return {}
+    return {"dataset": GLUE, "dataset_config": arguments.task_name}
+
+
 def load_sequences(arguments: SequenceArguments, validation_split: str) -> dict[str, Any]:
     """
     Loads the text that the arguments name, or the built-in passages.
@@ -142,8 +150,9 @@ def load_sequences(arguments: SequenceArguments, validation_split: str) -> dict[
     """
     if arguments.builtin:
         return builtin_passages()
-    if arguments.dataset_name is None and arguments.train_file is None:
-        arguments = dataclasses.replace(arguments, dataset_name=GLUE, dataset_config_name=arguments.task_name)
+    if glue := sequence_dataset(arguments):
+        names = {"dataset_name": glue["dataset"], "dataset_config_name": glue["dataset_config"]}
+        arguments = dataclasses.replace(arguments, **names)
     parts = load_parts(arguments)
     for part in parts.values():
         if isinstance(part, datasets.IterableDataset) and part.features is not None:

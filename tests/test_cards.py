@@ -104,6 +104,7 @@ def test_tables_are_markdown(run: Path) -> None:
         ({"dataset_name": "."}, None, None),  # a folder
         ({"model_name_or_path": "org/model"}, None, "org/model"),
         ({"model_name_or_path": "."}, None, None),
+        ({"model_name_or_path": "out/encoder/runs/none--seed0"}, None, None),  # no more there
     ],
 )
 def test_only_names_of_the_hub_are_links(run: Path, arguments: dict, datasets: Any, base_model: Any) -> None:
@@ -111,6 +112,35 @@ def test_only_names_of_the_hub_are_links(run: Path, arguments: dict, datasets: A
     change(run, arguments=arguments)
     data = write_model_card(run).data
     assert (data.datasets, data.base_model) == (datasets, base_model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "data", "expected"),
+    [
+        ({}, {}, (None, "builtin", None)),
+        ({"train_file": "a.txt"}, {}, (None, "local", None)),
+        ({"train_dir": "images"}, {}, (None, "local", None)),
+        ({"dataset_name": "."}, {}, (None, "local", None)),
+        (
+            {"dataset_name": "wikimedia/wikipedia", "dataset_config_name": "20231101.en"},
+            {},
+            ("wikimedia/wikipedia", "wikimedia/wikipedia", "20231101.en"),
+        ),
+        # A task's own data, and a file of the same task.
+        (
+            {"task_name": "sst2"},
+            {"dataset": "nyu-mll/glue", "dataset_config": "sst2"},
+            ("nyu-mll/glue", "nyu-mll/glue", "sst2"),
+        ),
+        ({"task_name": "sst2", "train_file": "a.csv"}, {}, (None, "local", None)),
+    ],
+)
+def test_results_are_of_the_data_that_were_read(run: Path, arguments: dict, data: dict, expected: tuple) -> None:
+    """Leaderboards file a result under its dataset: one of a local file must not stand under a name of the Hub."""
+    change(run, arguments=arguments, data={"source": "somewhere", **data})
+    card = write_model_card(run).data
+    [result] = card.eval_results
+    assert (card.datasets, result.dataset_type, result.dataset_config) == expected
 
 
 def test_plain_and_unfinished_runs_say_so(run: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from arguments import RecipeError
 from launching import in_processes
-from sequence_data import TASKS, SequenceArguments, SequenceEncoder, builtin_passages
+from sequence_data import TASKS, SequenceArguments, SequenceEncoder, builtin_passages, sequence_dataset
 from test_mlm import ROOT, launch
 from transformers import (
     BertConfig,
@@ -195,7 +195,9 @@ def test_task_gives_columns_and_metrics(tmp_path):
     results = json.loads((tmp_path / "out" / "all_results.json").read_text())
     assert "eval_matthews_correlation" in results
     assert "eval_accuracy" not in results
+    assert "dataset" not in record(tmp_path / "out")["data"]
     arguments = SequenceArguments(task_name="mnli")
+    assert sequence_dataset(arguments) == {"dataset": "nyu-mll/glue", "dataset_config": "mnli"}
     assert list(arguments.text_columns.values()) == ["premise", "hypothesis"]
     assert TASKS["mnli"].validation_split == "validation_matched"
 
@@ -297,8 +299,9 @@ def test_two_processes_run_the_recipe(files, tmp_path):
         assert done.returncode == 0, done.stderr[-3000:]
         log = json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"]
         curves = [[entry[key] for entry in log if key in entry] for key in ("loss", "eval_loss")]
-        runs[name] = (record(tmp_path / name)["num_processes"], curves)
-    assert (runs["one"][0], runs["two"][0]) == (1, 2)
+        runs[name] = (record(tmp_path / name), curves)
+    assert (runs["one"][0]["num_processes"], runs["two"][0]["num_processes"]) == (1, 2)
+    assert runs["one"][0]["hashes"] == runs["two"][0]["hashes"]
     assert len(runs["one"][1][0]) == 7
     for one, two in zip(runs["one"][1], runs["two"][1], strict=True):
         assert two == pytest.approx(one, rel=1e-3)

@@ -133,6 +133,32 @@ def test_order_inside_a_step_does_not_count_and_everything_else_does():
     assert len({reference["batches"], *(other["batches"] for other in others)}) == 1 + len(others)
 
 
+def test_padding_does_not_count():
+    """How far a sequence is padded, and on which side, is a matter of what stands beside it in its batch."""
+    lengths, width = [3, 5, 2, 4], 5
+    tokens = torch.arange(1, 21).view(4, 5)
+
+    def padded(places, width, left=False):
+        rows = {"input_ids": [], "attention_mask": []}
+        for place in places:
+            ids, gap = tokens[place, : lengths[place]], torch.zeros(width - lengths[place], dtype=torch.int64)
+            for name, values in (("input_ids", ids), ("attention_mask", torch.ones_like(ids))):
+                rows[name].append(torch.cat([gap, values] if left else [values, gap]))
+        labels = torch.tensor(places)
+        return {**{name: torch.stack(values) for name, values in rows.items()}, "labels": labels}
+
+    reference = total((0, padded([0, 1, 2, 3], width)))
+    assert reference["sequences"] == 4
+    for others in (
+        [padded([2, 0], 3), padded([3, 1], 8)],
+        [padded([0, 1, 2, 3], 8, left=True)],
+    ):
+        assert total(*((0, other) for other in others)) == reference
+    longer = padded([0, 1, 2, 3], width)
+    longer["attention_mask"][0, 3] = 1  # a token that happens to be the one for padding
+    assert total((0, longer)) != reference
+
+
 def test_labels_of_one_dimension_and_images_in_half_precision():
     images = {"pixel_values": torch.ones(3, 1, 2, 2, dtype=torch.bfloat16), "labels": torch.arange(3)}
     assert total((0, images))["sequences"] == 3
