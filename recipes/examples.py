@@ -28,7 +28,6 @@ __all__ = [
     "BlockSampler",
     "BlockStream",
     "EpochCallback",
-    "ExampleMaker",
     "next_token_examples",
     "rows_of_pass",
     "without_fillers",
