@@ -151,7 +151,7 @@ def load_sequences(arguments: SequenceArguments, validation_split: str) -> dict[
     if arguments.builtin:
         return builtin_passages()
     if glue := sequence_dataset(arguments):
-        names = {"dataset_name": glue["dataset"], "dataset_config_name": glue["dataset_config"]}
+        names: dict[str, Any] = {"dataset_name": glue["dataset"], "dataset_config_name": glue["dataset_config"]}
         arguments = dataclasses.replace(arguments, **names)
     parts = load_parts(arguments)
     for part in parts.values():
