@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 FILE_KINDS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 ARCHIVE = ".zip"
 DECODED_AT_ONCE = 2**20
+DECODED_AT_MOST = 2**28  # at the start of a file: about a second
 # Which documents are held out must not vary with the seed of a run: losses of two runs are compared on them.
 SPLIT_SEED = 20_000
 
@@ -202,10 +203,11 @@ def _load_file(split: str, path: str, sample_by: str, streaming: bool) -> Any:
 
 def _check_encoding(file: str, name: str) -> None:
     """Datasets decodes some kinds of files only when their rows are read, and streams in the middle of a run."""
-    decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
+    decoder, line, position = codecs.getincrementaldecoder("utf-8")(), 1, 0
     with open(file, "rb") as source:
-        while True:
+        while position < DECODED_AT_MOST:
             chunk = source.read(DECODED_AT_ONCE)
+            position += len(chunk)
             try:
                 text = decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
