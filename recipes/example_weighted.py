@@ -19,6 +19,7 @@ import torch
 from arguments import RecipeError, check_one_gpu
 from examples import IGNORED, EpochCallback
 from fingerprints import FingerprintedTrainer
+from held_out_loading import WholeHeldOutTrainer
 from token_weighted import logits_of
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -184,7 +185,7 @@ def example_losses(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: 
     )
 
 
-class ExampleWeightedTrainer(FingerprintedTrainer):
+class ExampleWeightedTrainer(WholeHeldOutTrainer, FingerprintedTrainer):
     """
     `Trainer` with the losses and the order of this module; takes the arguments of `Trainer` by keyword, but
     `compute_loss_func`. `train_dataset` is [`KeyedExamples`] or a stream.

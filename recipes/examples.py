@@ -28,8 +28,8 @@ __all__ = [
     "BlockSampler",
     "BlockStream",
     "EpochCallback",
-    "ExampleMaker",
     "next_token_examples",
+    "rows_of_pass",
     "without_fillers",
 ]
 
@@ -208,6 +208,31 @@ class BlockSampler(torch.utils.data.Sampler[int]):
         yield from range(len(self.data), len(self.data) + self.length - self.count)
 
 
+def rows_of_pass(stream: datasets.IterableDataset, number: int) -> Iterator[dict[str, Any]]:
+    """
+    Reads a stream once, in the main process or in the one worker of a dataloader, in the same order.
+
+    Args:
+        stream (`datasets.IterableDataset`):
+            The stream; where it is shuffled, each pass has an order of its own.
+        number (`int`):
+            Number of the pass, from 0.
+
+    Yields:
+        `dict`: column to value.
+
+    Raises:
+        RecipeError: if several workers read.
+    """
+    worker = torch.utils.data.get_worker_info()
+    if worker is not None and worker.num_workers > 1:
+        raise RecipeError(f"dataloader_num_workers={worker.num_workers}: a stream has one reader, choose 0 or 1.")
+    stream.set_epoch(number)
+    # Not `for row in stream`: in a worker, be it the only one, Datasets 5.2 then draws another order.
+    for batch in stream.iter(batch_size=1):
+        yield {name: value for name, (value,) in batch.items()}
+
+
 class BlockStream(torch.utils.data.IterableDataset):
     """
     A stream of documents, tokenized, packed and made into examples while it is read. It never ends: pass follows pass.
@@ -248,15 +273,10 @@ class BlockStream(torch.utils.data.IterableDataset):
         self.make_examples = make_examples
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        worker = torch.utils.data.get_worker_info()
-        if worker is not None and worker.num_workers > 1:
-            raise RecipeError(
-                f"dataloader_num_workers={worker.num_workers}: a stream is packed by one reader, choose 0 or 1."
-            )
         for number in itertools.count():
-            self.documents.set_epoch(number)
+            texts = (row[self.text_column] for row in rows_of_pass(self.documents, number))
             index = -1
-            for index, block in enumerate(self.packer.blocks(row[self.text_column] for row in self.documents)):
+            for index, block in enumerate(self.packer.blocks(texts)):
                 yield from _rows(self.make_examples(np.array([block]), number, [index]))
             if index < 0:
                 raise RecipeError(

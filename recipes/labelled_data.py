@@ -6,6 +6,7 @@ splits as loaded  ->  the same rows with a column `labels`, of class numbers or 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 from collections import Counter
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from arguments import RecipeError, SourceArguments
 from example_weighted import Encoder
-from examples import IGNORED
+from examples import IGNORED, rows_of_pass
 from text_data import SPLIT_SEED
 
 
@@ -184,9 +185,8 @@ class ExampleStream(torch.utils.data.IterableDataset):
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         for epoch in itertools.count():
-            self.rows.set_epoch(epoch)
             index = -1
-            for index, row in enumerate(self.rows):
+            for index, row in enumerate(rows_of_pass(self.rows, epoch)):
                 (example,) = self.encode({name: [value] for name, value in row.items()}, [(epoch, index)])
                 yield {**example, "labels": torch.tensor(self.number(row[self.label_column]))}
             if index < 0:
@@ -248,7 +248,7 @@ def _text(value: Any) -> str:
 def _numbering(features: Any, column: str, classes: Sequence[str] | None, what: str) -> Callable[[Any], int | float]:
     """Turns a label as it stands in the column into its number."""
     if classes is None:
-        return float
+        return functools.partial(_value, column=column, what=what)
     numbers = {name: number for number, name in enumerate(classes)}
     feature = None if features is None else features[column]
 
@@ -266,6 +266,17 @@ def _numbering(features: Any, column: str, classes: Sequence[str] | None, what: 
     return number
 
 
+def _value(label: Any, column: str, what: str) -> float:
+    if label is None or label != label:
+        raise RecipeError(f"an example of {what} has no label in column {column!r}: leave it out.")
+    if label == IGNORED:
+        raise RecipeError(
+            f"{what} has the value {IGNORED} in column {column!r}, which marks what the loss leaves out: scale the "
+            "values, or shift them."
+        )
+    return float(label)
+
+
 def _number(
     part: datasets.Dataset, inputs: Iterable[str], column: str, classes: Sequence[str] | None, what: str
 ) -> datasets.Dataset:
@@ -280,13 +291,25 @@ def _number(
         raise RecipeError(f"{missing} of the {len(values)} examples of {what} have no label in column {column!r}.")
     number = _numbering(part.features, column, classes, what)
     numbers = np.asarray([number(value) for value in values], dtype=np.float64 if classes is None else np.int64)
-    if (numbers == IGNORED).any():
-        raise RecipeError(
-            f"{what} has the value {IGNORED} in column {column!r}, which marks what the loss leaves out: scale the "
-            "values, or shift them."
-        )
     kept = part.select_columns(list(inputs))
     return kept.add_column("labels", numbers)
+
+
+def _warn_of_missing_classes(numbers: Sequence[float], classes: Sequence[str], name: str) -> None:
+    """What is sorted by class, such as a folder of images, comes class by class as a stream."""
+    missing = [known for number, known in enumerate(classes) if number not in set(numbers)]
+    if missing:
+        logger.warning(
+            "the %d held-out examples of %s are the first of a stream and of %d of its %d classes only, none of them "
+            "%s%s: is it sorted by class? Then it is also trained on in that order, but for --shuffle_buffer_size. "
+            "Shuffle the data, leave --streaming out, or hold out more (--stream_validation_examples)",
+            len(numbers),
+            name,
+            len(classes) - len(missing),
+            len(classes),
+            ", ".join(missing[:20]),
+            ", …" if len(missing) > 20 else "",
+        )
 
 
 def _label_stream(
@@ -328,4 +351,6 @@ def _label_stream(
     number = _numbering(train.features, column, classes, f"the held-out part of {name}")
     content = {key: [row[key] for row in rows] for key in inputs}
     content["labels"] = [number(row[column]) for row in rows]
+    if classes is not None:
+        _warn_of_missing_classes(content["labels"], classes, name)
     return LabelledData(train, datasets.Dataset.from_dict(content), classes)

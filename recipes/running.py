@@ -127,6 +127,11 @@ def start_run(
         datasets.disable_progress_bars()
     if arguments.do_predict:
         raise RecipeError("do_predict: the recipe has no test part; give it as held-out data and use --do_eval.")
+    if arguments.mixed_precision == "fp16" and arguments.device.type == "cpu":  # the launcher's wish, too
+        raise RecipeError(
+            "fp16 needs an accelerator, on a CPU it would be float32 without a word: give --fp16 false (to "
+            "`accelerate launch`, --mixed_precision no), and --bf16 where half precision is meant."
+        )
     if not (arguments.do_train or arguments.do_eval):
         raise RecipeError("do_train and do_eval are both off: there is nothing to do.")
     arguments.resume_from_checkpoint = checkpoint_to_resume(arguments)

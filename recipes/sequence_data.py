@@ -151,9 +151,12 @@ def load_sequences(arguments: SequenceArguments, validation_split: str) -> dict[
     if arguments.builtin:
         return builtin_passages()
     if glue := sequence_dataset(arguments):
-        names = {"dataset_name": glue["dataset"], "dataset_config_name": glue["dataset_config"]}
+        names: dict[str, Any] = {"dataset_name": glue["dataset"], "dataset_config_name": glue["dataset_config"]}
         arguments = dataclasses.replace(arguments, **names)
     parts = load_parts(arguments)
+    for part in parts.values():
+        if isinstance(part, datasets.IterableDataset) and part.features is not None:
+            _check_kinds(part.features, arguments.text_columns, sequence_source(arguments))
     if arguments.train_file is not None and "validation" in parts:
         parts[validation_split] = parts.pop("validation")
     return parts
@@ -220,16 +223,22 @@ def check_text(rows: datasets.Dataset, columns: Mapping[str, str], what: str) ->
     Raises:
         RecipeError: if a column holds something else, or is empty somewhere.
     """
-    for argument, column in columns.items():
-        dtype = getattr(rows.features[column], "dtype", None)
-        if dtype not in ("string", "large_string"):
-            raise RecipeError(
-                f"column {column!r} of {what} holds {dtype or rows.features[column]}, not text: name another by "
-                f"--{argument}."
-            )
+    _check_kinds(rows.features, columns, what)
+    for column in columns.values():
         missing = sum(text is None for text in rows[column])
         if missing:
             raise RecipeError(f"{missing} of the {len(rows)} examples of {what} have no text in column {column!r}.")
+
+
+def _check_kinds(features: datasets.Features, columns: Mapping[str, str], what: str) -> None:
+    for argument, column in columns.items():
+        # A column that is not there is named with those that are, when labels are looked at.
+        dtype = getattr(features.get(column), "dtype", None)
+        if column in features and dtype not in ("string", "large_string"):
+            raise RecipeError(
+                f"column {column!r} of {what} holds {dtype or features[column]}, not text: name another by "
+                f"--{argument}."
+            )
 
 
 def tokenize_examples(
@@ -250,7 +259,14 @@ def tokenize_examples(
 
     Returns:
         `dict`: what the tokenizer gives its model, but for the attention mask.
+
+    Raises:
+        RecipeError: if something is no text, which of a stream shows only when it is read.
     """
+    for column in columns:
+        for text in rows[column]:
+            if not isinstance(text, str):
+                raise RecipeError(f"an example has {text!r} for text in column {column!r}: mend it, or leave it out.")
     texts = [list(rows[column]) for column in columns]
     return dict(tokenizer(*texts, truncation=True, max_length=max_length, return_attention_mask=False))
 

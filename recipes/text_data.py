@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import logging
 from pathlib import Path
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 FILE_KINDS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 ARCHIVE = ".zip"
+DECODED_AT_ONCE = 2**20
+DECODED_AT_MOST = 2**28  # at the start of a file: about a second
 # Which documents are held out must not vary with the seed of a run: losses of two runs are compared on them.
 SPLIT_SEED = 20_000
 
@@ -82,7 +85,7 @@ def load_documents(arguments: DataArguments) -> Documents:
             raise RecipeError(
                 f"{source!r} has {len(train)} document(s), too few to hold {wanted} out: give --validation_file, "
                 "--sample_by line or paragraph for a text file, or --validation_split_percentage 0 with "
-                "--eval_strategy no."
+                "--do_eval false."
             )
         # `train_test_split` writes its indices beside the data, which may be a checked folder of ours, and cannot keep
         # them in memory (Datasets 5.2).
@@ -164,9 +167,15 @@ def check_column(
     """
     if column not in columns:
         raise RecipeError(f"{what} has no column {column!r}: it has {', '.join(columns)}. Name one by --text_column.")
-    dtype = getattr(part.features[column], "dtype", None) if part.features is not None else None
-    if dtype is not None and dtype not in ("string", "large_string", "null"):
-        raise RecipeError(f"column {column!r} of {what} holds {dtype}, not text: name another by --text_column.")
+    if part.features is None:  # a stream that declares nothing: looked at row by row
+        return
+    feature = part.features[column]
+    # A column of text and something else has a feature without a dtype (Json).
+    dtype = getattr(feature, "dtype", None)
+    if dtype not in ("string", "large_string", "null"):
+        raise RecipeError(
+            f"column {column!r} of {what} holds {dtype or feature}, not text: name another by --text_column."
+        )
 
 
 def _check_file(split: str, path: str) -> None:
@@ -184,13 +193,37 @@ def _load_file(split: str, path: str, sample_by: str, streaming: bool) -> Any:
     file = extract_member(path, split, FILE_KINDS) if path.lower().endswith(ARCHIVE) else path
     kind = FILE_KINDS[Path(file).suffix.lower()]
     extra = {"sample_by": sample_by} if kind == "text" else {}
+    if kind != "parquet":
+        _check_encoding(file, path)
     try:
         return datasets.load_dataset(kind, data_files={split: file}, split=split, streaming=streaming, **extra)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise RecipeError(f"{path!r} cannot be read as {kind}: {error.__cause__ or error}") from error
 
 
+def _check_encoding(file: str, name: str) -> None:
+    """Datasets decodes some kinds of files only when their rows are read, and streams in the middle of a run."""
+    decoder, line, position = codecs.getincrementaldecoder("utf-8")(), 1, 0
+    with open(file, "rb") as source:
+        while position < DECODED_AT_MOST:
+            chunk = source.read(DECODED_AT_ONCE)
+            position += len(chunk)
+            try:
+                text = decoder.decode(chunk, final=not chunk)
+            except UnicodeDecodeError as error:
+                line += error.object[: error.start].count(b"\n")
+                raise RecipeError(
+                    f"{name!r} is not UTF-8 (byte 0x{error.object[error.start]:02x} in line {line}): convert it, for "
+                    "example by iconv -f latin1 -t utf-8."
+                ) from error
+            if not chunk:
+                return
+            line += text.count("\n")
+
+
 def _has_text(text: str | None) -> bool:
+    if not isinstance(text, str | None):
+        raise RecipeError(f"a document is {str(text)[:80]!r} ({type(text).__name__}), not text: leave it out.")
     return bool(text and text.strip())
 
 

@@ -11,6 +11,7 @@ import torch
 from arguments import RecipeError, check_one_gpu
 from examples import IGNORED, BlockDataset, BlockSampler, without_fillers
 from fingerprints import FingerprintedTrainer
+from held_out_loading import WholeHeldOutTrainer
 from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
@@ -104,7 +105,7 @@ def _sampler(data: BlockDataset, arguments: TrainingArguments) -> BlockSampler:
     return sampler
 
 
-class TokenWeightedTrainer(FingerprintedTrainer):
+class TokenWeightedTrainer(WholeHeldOutTrainer, FingerprintedTrainer):
     """
     `Trainer` with the losses of this module; takes the arguments of `Trainer` by keyword, but `compute_loss_func`.
 

@@ -203,7 +203,10 @@ def trained_tokenizer(
 
     def texts() -> Iterator[str]:
         for batch in documents.select_columns([text_column]).iter(batch_size=1000):
-            yield from map(space_characters, batch[text_column]) if character_spaced else batch[text_column]
+            for text in batch[text_column]:
+                if text is None:
+                    raise RecipeError("an example that the tokenizer is trained on has no text: leave it out.")
+                yield space_characters(text) if character_spaced else text
 
     key: dict[str, Any] = {
         "documents": documents._fingerprint,

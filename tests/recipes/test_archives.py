@@ -34,8 +34,10 @@ def zipped_bytes(members):
         {"data/train.csv": TABLE, "__MACOSX/data/train.csv": "x", "test.csv": "a"},
         {"train.csv.zip": zipped_bytes({"train.csv": TABLE}), "test.csv.zip": b"a", "test_labels.csv.zip": b"b"},
         {"comments.csv": TABLE},
+        {"train-00000-of-00001.csv": TABLE, "readme.md": "a"},
+        {"testimonies.csv": TABLE},
     ],
-    ids=["plain", "in a folder", "zipped again", "the only one"],
+    ids=["plain", "in a folder", "zipped again", "the only one", "the only table", "only looks like test"],
 )
 def test_member_is_found(tmp_path, members):
     path = zipped(tmp_path / "archive.zip", members)
@@ -57,18 +59,42 @@ def test_it_is_extracted_once(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ({"test.csv": "a", "sample_submission.csv": "b"}, "several members .*train.csv.*holds test.csv, sample_sub"),
-        ({"notes.txt": "a"}, "no member that could be train data .*it holds notes.txt"),
+        ({"test.csv": "a", "test_labels.csv": "b"}, "no member called train .*train.csv.*holds test.csv, test_labels"),
+        ({"test.csv": "a", "sample_submission.csv": "b"}, "no member called train .*holds test.csv, sample_sub"),
+        ({"test.csv": TABLE}, "no member called train .*it holds test.csv"),
+        (
+            {"data/Validation.csv.zip": zipped_bytes({"a.csv": TABLE})},
+            "no member called train .*data/Validation",
+        ),
+        ({"data.csv.zip": zipped_bytes({"test.csv": TABLE})}, "data.csv.zip' in .* holds test.csv, not one file"),
+        ({"a/train.csv": "a", "b/train.csv": "b"}, "several members called train .*holds a/train.csv, b/train.csv"),
+        ({"notes.txt": "a"}, "no member called train .*it holds notes.txt"),
         ({}, "it holds nothing"),
         ({"train.csv.zip": zipped_bytes({"readme": "a"})}, "train.csv.zip' in .* holds readme, not one file"),
         ({"train.csv.zip": b"no archive"}, "cannot be read as a zip archive"),
     ],
-    ids=["several", "none", "empty", "nothing inside", "broken inside"],
+    ids=[
+        "test and its labels",
+        "test and another",
+        "test alone",
+        "validation, zipped again",
+        "test, under another name",
+        "several",
+        "none",
+        "empty",
+        "nothing inside",
+        "broken inside",
+    ],
 )
 def test_missing_member_is_named(tmp_path, members, message):
     path = zipped(tmp_path / "archive.zip", members)
     with pytest.raises(RecipeError, match=message):
         extract_member(path, "train", SUFFIXES)
+
+
+def test_training_data_are_not_held_out(tmp_path):
+    with pytest.raises(RecipeError, match=r"no member called validation .*it holds train\.csv"):
+        extract_member(zipped(tmp_path / "archive.zip", {"train.csv": TABLE}), "validation", SUFFIXES)
 
 
 def test_half_a_download(tmp_path):

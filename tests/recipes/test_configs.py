@@ -11,7 +11,6 @@ import zipfile
 import clm
 import mlm
 import pytest
-import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType
@@ -21,7 +20,7 @@ from accelerate.utils.launch import (
     prepare_simple_launcher_cmd_env,
 )
 from argument_parsing import parse_arguments
-from arguments import DataArguments, MaskingArguments, ModelArguments, TokenizerArguments
+from arguments import DataArguments, MaskingArguments, ModelArguments, RecipeError, TokenizerArguments
 from test_mlm import ROOT, launch, record
 from transformers import TrainingArguments
 
@@ -40,8 +39,7 @@ SOURCES = {
 def read(preset, *more):
     recipe = mlm if preset.startswith("encoder") else clm
     kinds = (ModelArguments, TokenizerArguments, DataArguments, MaskingArguments, TrainingArguments)
-    # fp16 needs an accelerator: without one, TrainingArguments says so.
-    words = [str(CONFIGS / f"{preset}.yaml"), "--fp16", "false", "--use_cpu", *more]
+    words = [str(CONFIGS / f"{preset}.yaml"), "--use_cpu", *more]
     parsed = parse_arguments(kinds, recipe.DEFAULTS, words)
     return {name: value for values in parsed.filled for name, value in vars(values).items()}
 
@@ -72,6 +70,7 @@ def test_presets_say_what_was_published(preset):
         "block_size": 512,
         "character_spaced": False,
         "model_type": "bert",
+        "fp16": True,
         **SOURCES[data],
     }
     assert {name: values[name] for name in published} == published
@@ -83,7 +82,23 @@ def test_presets_say_what_was_published(preset):
         "intermediate_size": 4 * width,
         **({"is_decoder": True} if kind == "decoder" else {}),
     }
-    assert yaml.safe_load((CONFIGS / "parts" / "published.yaml").read_text())["fp16"] is True
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more", "launcher"),
+    [
+        (mlm, [str(CONFIGS / "encoder_04_wikipedia.yaml")], "no"),
+        (clm, ["--fp16"], "no"),
+        (mlm, [], "fp16"),
+    ],
+    ids=["preset", "argument", "accelerate launch --mixed_precision"],
+)
+def test_fp16_on_a_cpu_is_refused(recipe, more, launcher, tmp_path, monkeypatch):
+    """Accelerate would compute in float32 and say nothing (1.15)."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
+    monkeypatch.setattr(recipe.TokenWeightedTrainer, "train", None)
+    with pytest.raises(RecipeError, match=r"fp16 needs an accelerator.*--fp16 false"):
+        recipe.main([*more, "--use_cpu", "--output_dir", str(tmp_path)])
 
 
 # Those with 4 layers run quickly; the others do the same with more layers.
@@ -93,7 +108,7 @@ def test_presets_say_what_was_published(preset):
 def test_dry_run(preset, documents, tokenizer, tmp_path):
     """
     Two steps of each preset on local text. What this machine cannot do is overridden: the data and the tokenizer come
-    from files (no network), fp16 is off (accelerate refuses it on a CPU), widths, batches and blocks are small. Number
+    from files (no network), fp16 is off (a recipe refuses it on a CPU), widths, batches and blocks are small. Number
     of layers, optimizer, schedule and everything else are the preset's.
     """
     recipe = importlib.import_module("mlm" if preset.startswith("encoder") else "clm")

@@ -212,3 +212,14 @@ def test_arguments_that_are_not_served(changed, message):
 def test_nothing_left_by_drop_last(tmp_path):
     with pytest.raises(RecipeError, match="22 training examples are fewer than the 32 of one step"):
         run("images", 16, 2, tmp_path, dataloader_drop_last=True)
+
+
+@pytest.mark.parametrize("eval_batch", [8, 16])
+def test_drop_last_is_for_training_alone(eval_batch, tmp_path):
+    """13 held-out examples: more than a batch of 8, or less than one of 16. An epoch of 22 has two steps of 8."""
+    result = run("images", 8, 1, tmp_path, eval_batch, max_steps=2, eval_steps=1, dataloader_drop_last=True)
+    assert result["eval_examples"] == [HELD_OUT] * 2
+    assert result["epoch"] == 1
+    trainer = result["trainer"]
+    assert len(trainer.predict(trainer.eval_dataset).label_ids) == HELD_OUT
+    assert trainer.args.dataloader_drop_last

@@ -12,8 +12,10 @@ from examples import (
     BlockStream,
     EpochCallback,
     next_token_examples,
+    rows_of_pass,
     without_fillers,
 )
+from labelled_data import ExampleStream
 from masking import TokenMasker
 from packing import Packer, encoder_frame
 from torch.utils.data import DataLoader
@@ -141,10 +143,44 @@ def test_stream_is_shuffled_anew_in_each_pass_and_reproducibly(documents, tokeni
     assert originals[:5] != originals[count : count + 5]
 
 
+@pytest.mark.parametrize("kind", ["text", "labelled"])
+def test_one_worker_reads_a_stream_in_the_order_of_none(documents, tokenizer, kind):
+    """Into the third pass, shuffled, of several files: order and keys are those of the main process."""
+    if kind == "text":
+        data = stream(documents, tokenizer, 20)
+        count = 3 * len(list(data.packer.blocks(documents)))
+    else:
+        rows = datasets.Dataset.from_dict({"text": documents, "label": [0, 1] * 30}).to_iterable_dataset(num_shards=3)
+
+        def encode(columns, keys):
+            return [{"number": torch.tensor(int(columns["text"][0].split()[0])), "key": torch.tensor(keys[0])}]
+
+        data, count = ExampleStream(rows, encode, "label", ["0", "1"], 20, seed=0), 3 * len(documents)
+
+    def read(workers):
+        loader = iter(DataLoader(data, batch_size=count, num_workers=workers, collate_fn=default_data_collator))
+        return next(loader)
+
+    none, one = read(0), read(1)
+    for name, tensor in none.items():
+        assert torch.equal(tensor, one[name]), name
+
+
+@pytest.mark.parametrize("skipped", [0, 6])
+def test_order_of_a_stream_is_that_of_datasets(skipped):
+    """Checkpoints and runs without workers from before this reader go on with the same order."""
+    rows = datasets.Dataset.from_dict({"number": list(range(60))}).to_iterable_dataset(num_shards=3)
+    rows = (rows.skip(skipped) if skipped else rows).shuffle(seed=1, buffer_size=20)
+    seen = []
+    for number in (0, 1, 2):
+        seen.append([row["number"] for row in rows_of_pass(rows, number)])
+        assert seen[-1] == [row["number"] for row in rows]
+        assert len(set(seen[-1])) == 60 - skipped
+    assert seen[0] != seen[1] != seen[2]
+
+
 def test_stream_wants_one_reader_and_some_text(documents, tokenizer):
     with pytest.raises(RecipeError, match="one reader"):
         next(iter(DataLoader(stream(documents, tokenizer), num_workers=2)))
-    labels = next(iter(DataLoader(stream(documents, tokenizer), num_workers=1, batch_size=4)))["labels"]
-    assert torch.equal(labels, torch.stack([row["labels"] for row in first(stream(documents, tokenizer), 4)]))
     with pytest.raises(RecipeError, match="does not fill one block"):
         next(iter(stream(["short"], tokenizer)))

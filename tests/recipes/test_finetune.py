@@ -12,7 +12,7 @@ import pytest
 import torch
 from arguments import RecipeError
 from launching import in_processes
-from sequence_data import TASKS, SequenceArguments, builtin_passages, sequence_dataset
+from sequence_data import TASKS, SequenceArguments, SequenceEncoder, builtin_passages, sequence_dataset
 from test_mlm import ROOT, launch
 from transformers import (
     BertConfig,
@@ -206,9 +206,39 @@ def test_stream(files, tmp_path):
     more = (*FRESH, "--train_file", files["words"], "--streaming", "--stream_validation_examples", "6")
     with pytest.raises(RecipeError, match=r"does not declare the classes .* --class_names"):
         finetune.main(words(tmp_path, *more))
-    trainer = finetune.main(words(tmp_path, *more, "--class_names", "bad", "good"))
+    more += ("--class_names", "bad", "good")
+    trainer = finetune.main(words(tmp_path / "0", *more))
     assert len(history(trainer, "loss")) == 3
     assert len(trainer.eval_dataset) == 6
+    finetune.main(words(tmp_path / "1", *more, "--dataloader_num_workers", "1"))
+    assert record(tmp_path / "0")["hashes"] == record(tmp_path / "1")["hashes"]
+
+
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        ({"text": None, "score": 0.5}, "no text"),
+        ({"text": ["two"], "score": 0.5}, "column 'text' of .* holds Json.*, not text"),
+        ({"text": "two", "score": None}, "no label in column 'score'"),
+        ({"text": "two", "score": float("nan")}, "no label in column 'score'"),
+        ({"text": "two", "score": -100.0}, "has the value -100 in column 'score'"),
+    ],
+)
+def test_stream_with_a_row_that_does_not_serve(tmp_path, last, message):
+    """As in memory, though a row may show only when it is trained on: neither a traceback nor a loss of NaN."""
+    file = tmp_path / "rows.jsonl"
+    rows = [{"text": f"one {number}", "score": 0.5 + number} for number in range(9)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, last]))
+    more = (*FRESH, "--train_file", str(file), "--label_column", "score")
+    for stream in (("--streaming", "--stream_validation_examples", "2"), ()):
+        with pytest.raises(RecipeError, match=message):
+            finetune.main(words(tmp_path / "out", *more, *stream))
+
+
+def test_text_that_a_stream_lacks_is_named(tokenizer):
+    """The same of a loaded tokenizer, for which nothing reads ahead."""
+    with pytest.raises(RecipeError, match="an example has None for text in column 'text'"):
+        SequenceEncoder(tokenizer, ["text"], 8)({"text": [None]}, [(0, 0)])
 
 
 def test_builtin_passages_are_held_out_by_document():

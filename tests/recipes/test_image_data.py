@@ -106,6 +106,21 @@ def test_stream_without_validation_split(folders):
 
 
 @pytest.mark.parametrize(
+    ("held_out", "count", "missing"),
+    [
+        (None, 4, "of 1 of its 3 classes only, none of them dog, test: is it sorted"),
+        ("validation", 3, "of 2 of its 3 classes only, none of them test: is it sorted"),
+        ("validation", 500, None),
+    ],
+)
+def test_first_images_of_a_folder_are_not_of_all_classes(folders, caplog, held_out, count, missing):
+    """Nor are those of a held-out folder, which a stream takes the first of, too."""
+    named = {"train_dir": str(folders / "train"), "validation_dir": held_out and str(folders / held_out)}
+    load({"stream_validation_examples": count}, **named, streaming=True)
+    assert missing in caplog.text if missing else not caplog.text
+
+
+@pytest.mark.parametrize(
     ("labels", "arguments", "message"),
     [
         ({}, {"image_column": "picture"}, r"no column 'picture': it has image, label\. .*--image_column"),

@@ -209,12 +209,13 @@ def test_resumed_run_continues_the_same_curve(text_files, tmp_path):
     pd.testing.assert_frame_equal(*tables)
 
 
-@pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.parametrize("workers", [("0", "1"), ("1", "0")])
 def test_stream_and_its_resume(text_files, tmp_path, workers):
+    """With another number of workers than before, too."""
     more = ("--streaming", "--stream_validation_documents", "6", "--save_strategy", "steps", "--save_steps", "12")
-    more += ("--dataloader_num_workers", workers, "--shuffle_buffer_size", "20", "--eval_steps", "100")
-    whole = mlm.main(words(text_files["jsonl"], tmp_path, *more, steps=16))
-    more += ("--resume_from_checkpoint", str(tmp_path / "checkpoint-12"))
+    more += ("--shuffle_buffer_size", "20", "--eval_steps", "100", "--dataloader_num_workers")
+    whole = mlm.main(words(text_files["jsonl"], tmp_path, *more, workers[0], steps=16))
+    more += (workers[1], "--resume_from_checkpoint", str(tmp_path / "checkpoint-12"))
     resumed = mlm.main(words(text_files["jsonl"], tmp_path / "resumed", *more, steps=16))
     assert record(tmp_path / "resumed")["hashes"] == record(tmp_path)["hashes"]
     assert history(resumed, "loss") == pytest.approx(history(whole, "loss"), rel=1e-6)
@@ -278,6 +279,14 @@ def test_evaluation_of_a_checkpoint(text_files, tmp_path):
     assert abs(first - second) > 0.01
     assert json.loads((tmp_path / "all_results.json").read_text())["eval_loss"] == pytest.approx(second, abs=1e-6)
     assert (tmp_path / "trainer_state.json").read_text() == state
+
+
+def test_nothing_is_held_out_of_one_document(text_files, tmp_path):
+    """What the error of a document that cannot be split advises."""
+    more = ("--sample_by", "document", "--validation_split_percentage", "0", "--do_eval", "false")
+    trainer = mlm.main(words(text_files["txt"], tmp_path, *more, steps=1))
+    assert trainer.state.global_step == 1
+    assert record(tmp_path)["data"]["held_out_sequences"] == 0
 
 
 def test_evaluation_only(text_files, tmp_path):

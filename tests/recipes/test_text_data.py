@@ -1,7 +1,8 @@
+import datasets
 import numpy as np
 import pytest
 from arguments import DataArguments, RecipeError
-from text_data import load_documents
+from text_data import _hold_out_of_stream, load_documents
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "csv", "parquet"])
@@ -86,8 +87,50 @@ def test_file_that_cannot_be_read(tmp_path):
         load_documents(DataArguments(train_file=str(tmp_path / "broken.json")))
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("name", "content", "encoding"),
+    [
+        ("a.txt", "plain\n" * 9 + "café\n", "latin-1"),
+        ("a.csv", "text\n" + "plain\n" * 8 + "café\n", "latin-1"),
+        ("a.jsonl", '{"text": "plain"}\n' * 9 + '{"text": "café"}\n', "latin-1"),
+        ("a.txt", "plain\n" * 9 + "café", "latin-1"),
+        ("a.csv", "text\nplain\n", "utf-16"),
+    ],
+    ids=["txt", "csv", "jsonl", "last byte", "utf-16"],
+)
+def test_file_that_is_not_utf_8(tmp_path, name, content, encoding, streaming, monkeypatch):
+    """Some kinds show it to whoever reads the row only, a stream after hours. A character may lie across chunks."""
+    monkeypatch.setattr("text_data.DECODED_AT_ONCE", 5)
+    file = tmp_path / name
+    file.write_bytes(content.encode(encoding))
+    arguments = DataArguments(train_file=str(file), streaming=streaming, stream_validation_documents=1)
+    found = "byte 0xff in line 1" if encoding == "utf-16" else "byte 0xe9 in line 10"
+    with pytest.raises(RecipeError, match=rf"{name}' is not UTF-8 \({found}\): convert it"):
+        load_documents(arguments)
+    file.write_bytes((content * 2).encode("utf-8"))
+    assert len(list(load_documents(arguments).train)) > 0
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_text_that_is_sometimes_something_else(tmp_path, streaming):
+    file = tmp_path / "mixed.jsonl"
+    file.write_text('{"text": "one"}\n{"text": ["two"]}\n' * 20)
+    with pytest.raises(RecipeError, match=r"'text' of the training text of .*mixed\.jsonl' holds Json.*, not text"):
+        load_documents(DataArguments(train_file=str(file), streaming=streaming))
+
+
+def test_stream_that_declares_nothing_and_holds_more_than_text():
+    """Its rows are looked at as they come."""
+    rows = [{"text": text} for text in ["one", None, "two", ["three"]]]
+    stream = datasets.IterableDataset.from_generator(lambda: iter(rows))
+    arguments = DataArguments(train_file="a.txt", streaming=True, stream_validation_documents=4)
+    with pytest.raises(RecipeError, match=r"a document is .*three.* \(list\), not text"):
+        _hold_out_of_stream(stream, None, "text", "a.txt", arguments)
+
+
 def test_one_document_cannot_be_split(tmp_path):
     file = tmp_path / "one.txt"
     file.write_text("only one line")
-    with pytest.raises(RecipeError, match="1 document"):
+    with pytest.raises(RecipeError, match=r"1 document.*--validation_split_percentage 0 with --do_eval false"):
         load_documents(DataArguments(train_file=str(file)))
