@@ -20,9 +20,13 @@ __all__ = [
     "state_unrecorded",
 ]
 
-# Where a run is written, watched and kept: none of it reaches the weights.
+# Where a run is written, watched and kept, and how its batches come to it: none of it reaches the weights.
 IGNORED_ARGUMENTS = frozenset(
     {
+        "dataloader_num_workers",
+        "dataloader_persistent_workers",
+        "dataloader_pin_memory",
+        "dataloader_prefetch_factor",
         "disable_tqdm",
         "hub_always_push",
         "hub_model_id",
@@ -128,7 +132,7 @@ def differing_arguments(first: Mapping[str, Any], second: Mapping[str, Any]) -> 
 
     Returns:
         `dict`: Both values by name, without the initialisation, seeds, the learning rate, and what does not reach the
-        weights (folders, names, saving, the Hub).
+        weights (folders, names, saving, the Hub, the readers of the data).
 
     Example:
 

@@ -158,9 +158,10 @@ def test_every_difference_is_named_at_once():
     assert differing_arguments(first, second) == {"b": (2, 3), "c": (3, None), "d": (None, 4)}
 
 
-def test_folders_names_and_saving_may_differ(tmp_path):
-    """They do not reach the weights."""
+def test_folders_names_saving_and_readers_may_differ(tmp_path):
+    """They do not reach the weights; a recipe's default pins memory where there is an accelerator."""
     arguments = record()["arguments"] | {"output_dir": "b", "run_name": "b", "hub_model_id": "me/b", "save_steps": 5}
+    arguments |= {"dataloader_pin_memory": True, "dataloader_num_workers": 2}
     assert compare_runs(pair(tmp_path, record(SYMMETRIC, arguments=arguments))).contrasts
 
 
