@@ -75,7 +75,8 @@ class TokenMasker:
         choice, fate = np.empty(original.shape), np.empty(original.shape)
         random_ids = np.empty_like(original)
         for row, index in enumerate(indices):
-            generator = np.random.default_rng([self.seed, epoch, index])
+            # What `default_rng` makes, in three quarters of the time.
+            generator = np.random.Generator(np.random.PCG64([self.seed, epoch, index]))
             # Each draw takes the same amount from the generator whatever was chosen, so that one token's fate never
             # shifts another's.
             generator.random(out=choice[row])

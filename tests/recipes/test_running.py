@@ -3,9 +3,11 @@
 import logging
 from pathlib import Path
 
+import accelerate
 import pytest
 import reporting
 import running
+import torch
 from arguments import RecipeError
 from resuming import checkpoint_to_resume, newest_checkpoint
 from transformers import TrainingArguments
@@ -34,6 +36,25 @@ def test_a_card_that_cannot_be_written_ends_no_run(tmp_path, caplog: pytest.LogC
         reporting.write_card(tmp_path)
     assert "no figure" in caplog.text
     assert "no model card" in caplog.text
+
+
+def test_accelerate_searches_for_a_package_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its optimizer step asks each time; the answer stays what it is, however many runs a process makes."""
+    searches = []
+
+    def search() -> bool:
+        searches.append(1)
+        return False
+
+    monkeypatch.setattr(accelerate.optimizer, "is_lomo_available", search)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = accelerate.Accelerator(cpu=True).prepare(torch.optim.SGD([parameter], lr=0.5))
+    for _ in range(2):
+        running._remember_lookup()
+        parameter.grad = torch.ones(2)
+        optimizer.step()
+    assert parameter.tolist() == [0, 0]
+    assert len(searches) == 1
 
 
 WHOLE = ("trainer_state.json", "rng_state.pth", "optimizer.pt", "model.safetensors")
