@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from report import Result, argument_parser, facts, mib, ms, show
@@ -200,11 +201,8 @@ def compare_init(config: BertConfig, repeats: int) -> list[Result]:
         spent = dict.fromkeys(("hooked", "inner"), 0.0)
         inner = _watched(original.__wrapped__, spent, "inner")
         hooked = _watched(plugin._wrap_initialize_weights(inner), spent, "hooked")
-        setattr(PreTrainedModel, "initialize_weights", hooked)  # noqa: B010 (a method, to mypy)
-        try:
+        with patch.object(PreTrainedModel, "initialize_weights", hooked):
             build(qk_init="symmetric")
-        finally:
-            setattr(PreTrainedModel, "initialize_weights", original)  # noqa: B010
         inside.append(spent["hooked"] - spent["inner"])
 
     times = take_turns(

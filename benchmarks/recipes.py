@@ -20,21 +20,20 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
+
+import language_modeling
 import torch
 from report import Result, argument_parser, facts, ms, show
+from running import Run
+from token_weighted import TokenWeightedTrainer
 from torch import nn
 from torch.nn import functional
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
-RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-sys.path.insert(0, str(RECIPES))
-
-import language_modeling  # noqa: E402
-from running import Run  # noqa: E402
-from token_weighted import TokenWeightedTrainer  # noqa: E402
-
-
+RECIPES = Path(language_modeling.__file__).parent
 PERIOD = 10  # steps from one logging event, with its scores of W_qk, to the next
 WARM_UP = PERIOD  # steps that are not counted
 SECONDS_TO_FIRST_STEP = 15.0
@@ -46,7 +45,8 @@ class WatchedTrainer(TokenWeightedTrainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any) -> torch.Tensor:
         self.batch = dict(inputs)
-        self.step_rate = self.optimizer.param_groups[0]["lr"]  # type: ignore[union-attr]
+        assert self.optimizer is not None
+        self.step_rate = self.optimizer.param_groups[0]["lr"]
         self.step_loss = super().training_step(model, inputs, *args)
         return self.step_loss
 

@@ -6,10 +6,10 @@ Columns: `step`, `stack` (empty if the model has one), `layer`, `head` (empty fo
 """
 
 import csv
-import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -18,8 +18,7 @@ from .scores import METRICS, SPECTRAL_METRICS, QKScores
 
 __all__ = ["COLUMNS", "ScoreHistory", "read_history"]
 
-_PLACE = ("step", "stack", "layer", "head")
-COLUMNS = (*_PLACE, *METRICS)
+COLUMNS = ("step", "stack", "layer", "head", *METRICS)
 _ALL_COLUMNS = (*COLUMNS, *SPECTRAL_METRICS)
 
 
@@ -46,7 +45,7 @@ def read_history(path: str | os.PathLike) -> pd.DataFrame:
         raise ValueError(f"{str(path)!r} is not a history of W_qk scores; its first line is not {','.join(COLUMNS)}.")
     finished = csv.reader(line for line in lines[1:] if line.endswith("\n"))
     table = pd.DataFrame([row for row in finished if len(row) == len(columns)], columns=list(columns))
-    types = {"step": "int64", "layer": "int64", "head": "Int64", **dict.fromkeys(columns[len(_PLACE) :], "float64")}
+    types = {"step": "int64", "layer": "int64", "head": "Int64", **dict.fromkeys(columns[4:], "float64")}
     table["head"] = table["head"].where(table["head"] != "", pd.NA)
     return table.astype(types)
 
@@ -69,15 +68,15 @@ class ScoreHistory:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.columns = list(_ALL_COLUMNS if spectral else COLUMNS)
-        kept: list[list[object]] = []
+        kept: list[dict[str, Any]] = []
         if resumed_step and self.path.exists():
             table = read_history(self.path).reindex(columns=self.columns)
             table = table[table["step"] <= resumed_step].astype({"head": "string"}).fillna({"head": ""})
-            kept = table.to_numpy(dtype=object).tolist()
-        self.steps = {row[0] for row in kept}
+            kept = [dict(zip(self.columns, row, strict=True)) for row in table.to_numpy(dtype=object)]
+        self.steps = {row["step"] for row in kept}
         # Written beside and moved into place: a kill in between leaves the old file or the new one, never a half.
         unfinished = self.path.with_suffix(".tmp")
-        self._write(unfinished, [self.columns, *kept], mode="w")
+        self._write(unfinished, kept, mode="w")
         os.replace(unfinished, self.path)
 
     def append(self, step: int, scores: QKScores) -> None:
@@ -91,20 +90,16 @@ class ScoreHistory:
         if step in self.steps:
             return
         self.steps.add(step)
-        metrics = self.columns[len(_PLACE) :]
-        layers: list[list[object]] = []
-        heads: list[list[object]] = []
-        # Row by row: a pandas table of them takes several times as long as to score a small model.
-        for layer in scores.layers:
-            place = [step, layer.stack, layer.index]
-            values = [getattr(layer, metric) for metric in metrics]
-            layers.append([*place, "", *(math.nan if value is None else value for value in values)])
-            of_heads = zip(*(getattr(layer, f"head_{metric}") for metric in metrics), strict=True)
-            heads += [[*place, head, *row] for head, row in enumerate(of_heads)]
+        layers = [{"step": step, "head": "", **row} for row in scores.rows()]
+        heads = [{"step": step, **row} for row in scores.rows(heads=True)]
         self._write(self.path, [*layers, *heads], mode="a")
 
-    def _write(self, path: Path, rows: Iterable[Sequence[object]], mode: str) -> None:
+    def _write(self, path: Path, rows: Iterable[Mapping[str, Any]], mode: str) -> None:
         with open(path, mode, encoding="utf-8", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows(rows)
+            # What was not measured is missing.
+            writer = csv.DictWriter(file, self.columns, "nan", extrasaction="ignore", lineterminator="\n")
+            if mode == "w":
+                writer.writeheader()
+            writer.writerows(rows)
             file.flush()
             os.fsync(file.fileno())

@@ -213,6 +213,18 @@ class QKScores:
             `num_key_value_heads`, `head_dim`, `layout`, `verified`, `name`, `key_source`; no rows per head if heads
             were not scored.
         """
+        return pd.DataFrame(self.rows(heads))
+
+    def rows(self, heads: bool = False) -> list[dict[str, Any]]:
+        """
+        The table of [`~QKScores.to_pandas`] without pandas, which takes longer to make it than a small model to score.
+
+        Args:
+            heads (`bool`, *optional*, defaults to `False`): One row per head instead of one per layer.
+
+        Returns:
+            `list[dict[str, Any]]`: Column to value, of each row.
+        """
         rows = []
         for layer in self.layers:
             about = {name: getattr(layer, name) for name in _ABOUT}
@@ -225,7 +237,7 @@ class QKScores:
                 ]
             else:
                 rows.append({**place, **{metric: getattr(layer, metric) for metric in self.metrics}, **about})
-        return pd.DataFrame(rows)
+        return rows
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain Python values, NaN as `None`; the content of [`~QKScores.to_json`]."""

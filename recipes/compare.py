@@ -124,7 +124,8 @@ def plan(arguments: ComparisonArguments, rest: Sequence[str]) -> tuple[list[Job]
         RecipeError: for words that this program sets itself, and for runs in the output folder that were started with
             other arguments.
     """
-    from_file, given = _given(rest)
+    from_file, flags = split_file(rest)
+    given = _given(flags)
     for name, instead in _OWN.items():
         if name in given:
             raise RecipeError(f"{name} in the recipe's arguments: each run has its own; give --{instead}.")
@@ -132,7 +133,7 @@ def plan(arguments: ComparisonArguments, rest: Sequence[str]) -> tuple[list[Job]
         raise RecipeError("learning_rate and learning_rates are both given: give one.")
     if "resume_from_checkpoint" in {**from_file, **given}:
         raise RecipeError("resume_from_checkpoint: a run that has a checkpoint is continued from it; leave it out.")
-    recipe_rate = _recipe_rate(arguments.recipe, rest)
+    recipe_rate = _recipe_rate(arguments.recipe, from_file, flags)
     runs = Path(arguments.output_dir) / "runs"
     overruled = set(IGNORED_ARGUMENTS) | set(_OWN)
     shared = {
@@ -175,12 +176,11 @@ def plan(arguments: ComparisonArguments, rest: Sequence[str]) -> tuple[list[Job]
     return jobs, finished
 
 
-def _given(rest: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """What the words for the recipe say, by name: the content of a file, and the words after each flag."""
-    from_file, words = split_file(without_secrets(rest))
+def _given(words: Sequence[str]) -> dict[str, str]:
+    """The words after each flag for the recipe, by its name."""
     given: dict[str, list[str]] = {}
     flag: str | None = None
-    for word in words:
+    for word in without_secrets(words):
         if word.startswith("--"):
             flag, equals, value = word[2:].partition("=")
             flag = flag.replace("-", "_")
@@ -189,7 +189,7 @@ def _given(rest: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
             raise RecipeError(f"{word!r} belongs to no argument; a file of arguments comes first.")
         else:
             given[flag].append(word)
-    return from_file, {name: " ".join(values) for name, values in given.items()}
+    return {name: " ".join(values) for name, values in given.items()}
 
 
 def _check_file_values(rest: Sequence[str], given: Collection[str]) -> None:
@@ -204,15 +204,14 @@ def _check_file_values(rest: Sequence[str], given: Collection[str]) -> None:
             raise RecipeError(f"{rest[0]} gives {name}, which a comparison varies: say --{flag}, as in {example}")
 
 
-def _recipe_rate(recipe: str, rest: Sequence[str]) -> float | None:
+def _recipe_rate(recipe: str, from_file: Mapping[str, Any], words: Sequence[str]) -> float | None:
     """
     The learning rate of runs that are given none of their own, and on the way whether the recipe knows its arguments:
     else every run would say so. What a script of one's own knows cannot be asked; its default is not known (`None`).
     """
     path = Path(recipe).resolve()
-    from_file, words = split_file(rest)
     defaults: Mapping[str, Any] = {}
-    values: Mapping[str, Any] = _given(rest)[1]
+    values: Mapping[str, Any] = _given(words)
     if path.parent == Path(__file__).resolve().parent:
         module = importlib.import_module(path.stem)
         if not hasattr(module, "ARGUMENTS"):

@@ -164,7 +164,7 @@ def test_heads_hold_scores(encoder):
     assert "0.15" in texts
     (crosses,) = ax.collections
     assert crosses.get_offsets().tolist() == [[head, 2] for head in range(4)]
-    assert "−0.15" in [text.get_text() for text in plot_heads(encoder, metric="directionality").texts]  # noqa: RUF001
+    assert "−0.15" in [text.get_text() for text in plot_heads(encoder, metric="directionality").texts]  # noqa: RUF001 (a minus)
 
 
 def test_signs_of_many_heads_are_hatched():
@@ -177,7 +177,7 @@ def test_signs_of_many_heads_are_hatched():
     assert hatched.get_hatch()
     centres = {tuple(path.get_extents().get_points().mean(0).astype(int)) for path in hatched.get_paths()}
     assert centres == {(head, index) for index in range(30) for head in range(64) if (head + index) % 2}
-    assert legend_of(ax) == ["below −0.05"]  # noqa: RUF001
+    assert legend_of(ax) == ["below −0.05"]  # noqa: RUF001 (a minus sign, as it is drawn)
 
 
 def test_heads_of_layers_that_differ_in_number():

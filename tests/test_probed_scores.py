@@ -580,7 +580,7 @@ def test_inputs_that_do_not_fit_are_named() -> None:
     with pytest.raises(ValueError, match=r"cannot be run with the given inputs \(nothing \(2,\)\): TypeError.*Give"):
         score_model(model, probe=True, inputs={"nothing": torch.ones(2)})
     with pytest.raises(ValueError, match="`inputs` must map names of arguments to values, got list"):
-        score_model(model, probe=True, inputs=[1])  # type: ignore[arg-type]
+        score_model(model, probe=True, inputs=[1])  # type: ignore[arg-type]  # on purpose
     with pytest.raises(ValueError, match="`inputs` are what the model is run with by `probe=True`"):
         score_model(model, inputs=tokens())
 

@@ -28,7 +28,7 @@ _SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax, torch.logsumexp, Tensor.lo
 _FORGETS = {F.linear, F.conv1d, F.conv2d, F.layer_norm, torch.addmm, *_SOFTMAX}
 _TURNS = {
     *(Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes, Tensor.permute, torch.permute),
-    *(Tensor.mT.__get__, Tensor.T.__get__),  # type: ignore[attr-defined]
+    *(Tensor.mT.__get__, Tensor.T.__get__),  # type: ignore[attr-defined]  # a descriptor, to Python alone
 }
 _SIZES = (2, 3, 5, 7, 11, 13, 17, 19)  # dimensions that are told apart by their sizes
 _NORMS = {F.layer_norm, F.rms_norm}

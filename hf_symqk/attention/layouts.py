@@ -321,8 +321,8 @@ def _load_entry_points() -> None:
         _LAYOUTS[name] = _LAYOUTS.pop(name)
 
 
-# At the end, since it registers its entries with the functions above.
-from . import builtin_layouts  # noqa: E402, F401
+# At the end, since it registers its entries with the functions above; for that alone, so that nothing of it is used.
+from . import builtin_layouts  # noqa: E402, F401 (see above)
 
 
 _BUILT_IN = dict(_LAYOUTS)  # before anybody else adds to it

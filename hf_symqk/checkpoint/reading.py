@@ -59,7 +59,7 @@ class _Target(NamedTuple):
 
     def view(self, start: int, end: int) -> memoryview:
         flat = self.tensor.reshape(-1).view(torch.uint8).numpy()
-        return memoryview(flat)[start - self.origin : end - self.origin]  # type: ignore[arg-type]
+        return memoryview(flat)[start - self.origin : end - self.origin]  # type: ignore[arg-type]  # arrays are buffers from 3.12 on
 
 
 @dataclass

@@ -78,7 +78,7 @@ def test_a_choice_the_model_does_not_have_lists_what_it_has():
         select_layers(find_attention_layers(BY_NAME["bert"].build()), attention="causal")
     found = find_attention_layers(BY_NAME["t5"].build())
     with pytest.raises(ValueError, match=r"must be one of 'self', 'cross', 'all', 'encoder', 'decoder'"):
-        select_layers(found, attention="both")  # type: ignore[arg-type]
+        select_layers(found, attention="both")  # type: ignore[arg-type]  # on purpose
 
 
 # --- keys of another layer -------------------------------------------------------------------------------------------

@@ -205,13 +205,13 @@ def test_files_of_scores(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def said(monkeypatch: pytest.MonkeyPatch) -> dict[str, None]:
     """What is logged once a text."""
     texts: dict[str, None] = {}
     monkeypatch.setattr(
         logging.logging.Logger, "warning_once", lambda self, text: texts.setdefault(text), raising=False
     )
-    return texts  # type: ignore[return-value]
+    return texts
 
 
 def test_finding_and_initialising_say_it_once(said: dict[str, None]) -> None:

@@ -7,6 +7,11 @@ from pathlib import Path
 
 import pytest
 
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes" / "experiments"))
+
+from keep import keep
+
 from hf_symqk.comparison import compare_runs
 from hf_symqk.comparison.writing import write_comparison
 
@@ -16,9 +21,6 @@ EXPERIMENTS = ROOT / "recipes" / "experiments"
 KEPT = sorted(path.name for path in EXPERIMENTS.iterdir() if (path / "runs").is_dir())
 # Of an experiment that `symqk compare` was given more for than the folder.
 OPTIONS = {"finetune": {"differing": ["model_name_or_path"], "pattern": r"(?P<arm>[^/]+)--seed\d+$"}}
-
-sys.path.insert(0, str(EXPERIMENTS))
-from keep import keep  # noqa: E402 (from the folder of the experiments, which is no package)
 
 
 def test_there_are_some():
