@@ -5,6 +5,7 @@ Shape legend: `D` model width, `O` output rows of a projection, `B` sequences of
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import math
@@ -228,6 +229,21 @@ class FingerprintedTrainer(CheckpointLoadingTrainer):
         """
         if not (Path(str(self.args.output_dir)) / CARD).exists():
             super().create_model_card(*args, **kwargs)
+
+    def end(self) -> None:
+        """
+        Ends trackers and the process group, as `Trainer.end` does, with no thread of the group left behind.
+
+        Gloo's threads let go of the tensors of a collective after it has returned, for which they need the
+        interpreter's lock (PyTorch 2.13): one that is late kills a process that is exiting meanwhile, and one that a
+        `DistributedDataParallel` waits for, as the last holder of the group, waits for ever. So the wrapper goes
+        first, and the group, which then waits for its threads without the lock, goes last.
+        """
+        assert self.model is not None
+        self.model_wrapped = self.model
+        self.accelerator.free_memory()
+        gc.collect()
+        super().end()
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         # The main process alone asks callbacks for their state, when it is too late to ask the others.

@@ -40,7 +40,6 @@ __all__ = ["UNLESS_GIVEN", "Run", "check_stream", "recipe_defaults", "run_script
 
 logger = logging.getLogger(__name__)
 
-_finished: list[FingerprintedTrainer] = []
 _LOOKED_UP = "is_lomo_available"
 # A default must not overrule what the user asks for in other words.
 UNLESS_GIVEN = {
@@ -396,8 +395,4 @@ def run_script(main: Callable[[], FingerprintedTrainer]) -> None:
         finished = main()
     except RecipeError as error:
         raise SystemExit(f"error: {error}") from None
-    # Kept until the interpreter exits: taken down here, right after its last collective, a DDP reducer can wait for
-    # ever for gloo's thread, which waits for the interpreter's lock (PyTorch 2.13).
-    _finished.append(finished)
-    # Without it the processes of a group warn at exit.
-    finished.accelerator.end_training()
+    finished.end()

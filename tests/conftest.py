@@ -1,4 +1,4 @@
-"""Settings that every test needs: no network, and no warnings of tokenizers in processes."""
+"""Settings that every test needs, and its processes: no network, no warnings of tokenizers, stacks at a crash."""
 
 import os
 
@@ -6,3 +6,4 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("PYTHONFAULTHANDLER", "1")

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from architectures import BY_NAME
 from init.family import MEMBERS, PER_HEAD
+from launching import leave_group
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -87,8 +88,8 @@ def main(engine: str, folder: Path) -> None:
     results = {"/".join(case): differing(*make(*case), alone[case], case[1]) for case in cases}
     (folder / f"differing_{dist.get_rank()}.json").write_text(json.dumps(results))
     del settings  # Transformers holds it by a weak reference: it lives as long as construction under ZeRO-3 is meant
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(sys.argv[1], Path(sys.argv[2]))
+    leave_group()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType, FullyShardedDataParallelPlugin
 from architectures import BY_NAME
+from launching import leave_group
 from tiny_training import Tokens
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -241,4 +242,4 @@ def main(engine: str, folder: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(sys.argv[1], Path(sys.argv[2]))
-    dist.destroy_process_group()
+    leave_group()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from launching import leave_group
 from tiny_training import scored_rows, tiny_model, tiny_trainer
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -164,3 +165,4 @@ def main(engine: str, folder: Path, broken: str) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
+    leave_group()

@@ -9,6 +9,7 @@ from pathlib import Path
 import deepspeed
 import torch
 from architectures import BY_NAME
+from launching import leave_group
 from transformers import AutoModel
 from transformers.integrations import HfDeepSpeedConfig
 
@@ -56,3 +57,4 @@ def main(folder: Path) -> None:
 if __name__ == "__main__":
     assert hf_symqk.register  # imported for its hooks
     main(Path(sys.argv[1]))
+    leave_group()

@@ -123,11 +123,10 @@ def main():
     checkpoint = str(folder / "checkpoint-4") if resume else None
     saved = {"save_strategy": "steps", "save_steps": 4}
     result = run(kind, int(batch), int(accumulation), folder, resume=checkpoint, **saved)
-    del result["trainer"]
-    if int(os.environ.get("RANK", "0")) == 0:
+    trainer = result.pop("trainer")
+    trainer.end()
+    if trainer.args.process_index == 0:
         Path(file).write_text(json.dumps(result))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

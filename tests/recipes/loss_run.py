@@ -19,7 +19,7 @@ import datasets
 import numpy as np
 import torch
 from examples import BlockDataset, EpochCallback, next_token_examples
-from launching import in_processes
+from launching import group_threads, in_processes
 from masking import EVALUATION_MASK_SEED, TokenMasker
 from token_weighted import TokenWeightedTrainer
 from transformers import (
@@ -120,7 +120,7 @@ def build_model(model_type):
 
 
 def run(model_type, batch, accumulation, output_dir, eval_batch=4, steps=3, resume=None, sequences=32, **extra):
-    """Trains; returns logged losses and gradient norms, held-out losses, processes, fingerprint of the batches."""
+    """Trains; returns the trainer, logged losses and gradient norms, held-out losses, processes, fingerprint."""
     train, held_out = examples(model_type, sequences, SEED, 0), examples(model_type, 13, EVALUATION_MASK_SEED, 1)
     arguments = TrainingArguments(
         output_dir=str(output_dir),
@@ -151,6 +151,7 @@ def run(model_type, batch, accumulation, output_dir, eval_batch=4, steps=3, resu
     trainer.batch_fingerprint.combine()
     history = trainer.state.log_history
     return {
+        "trainer": trainer,
         "epoch": trainer.state.epoch,
         "fingerprint": trainer.batch_fingerprint.result(steps),
         "processes": trainer.accelerator.num_processes,
@@ -174,6 +175,9 @@ def in_two_processes(model_type, batch, accumulation, sequences, steps, *resume,
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(file.read_text())
     assert result["processes"] == result["distributed"] == 2
+    # Without the second there was no group to end, or there are no such names to see.
+    assert result["threads_after"] == [] or sys.platform != "linux"
+    assert result["threads_before"] or sys.platform != "linux"
     return result
 
 
@@ -184,10 +188,11 @@ def main():
     extra = {"save_strategy": "steps", "save_steps": 1, "eval_on_start": not resume}
     counts = {"sequences": int(sequences), "steps": int(steps)}
     result = run(model_type, int(batch), int(accumulation), folder, resume=checkpoint, **counts, **extra)
-    if int(os.environ.get("RANK", "0")) == 0:
+    trainer, result["threads_before"] = result.pop("trainer"), group_threads()
+    trainer.end()
+    result["threads_after"] = group_threads()
+    if trainer.args.process_index == 0:
         Path(file).write_text(json.dumps(result))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
