@@ -5,7 +5,6 @@ Shape legend: `D` model width, `O` output rows of a projection, `B` sequences of
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import logging
 import math
@@ -17,6 +16,7 @@ import torch
 from accelerate.utils import gather_object
 from arguments import RecipeError
 from checkpoint_loading import CheckpointLoadingTrainer
+from group_ending import GroupEndingTrainer
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
@@ -156,7 +156,7 @@ class BatchFingerprint(TrainerCallback, ExportableState):
         self._last_step = None
 
 
-class FingerprintedTrainer(CheckpointLoadingTrainer):
+class FingerprintedTrainer(GroupEndingTrainer, CheckpointLoadingTrainer):
     """`Trainer` that keeps a [`BatchFingerprint`] of its training batches. Takes the arguments of `Trainer`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -229,21 +229,6 @@ class FingerprintedTrainer(CheckpointLoadingTrainer):
         """
         if not (Path(str(self.args.output_dir)) / CARD).exists():
             super().create_model_card(*args, **kwargs)
-
-    def end(self) -> None:
-        """
-        Ends trackers and the process group, as `Trainer.end` does, with no thread of the group left behind.
-
-        Gloo's threads let go of the tensors of a collective after it has returned, for which they need the
-        interpreter's lock (PyTorch 2.13): one that is late kills a process that is exiting meanwhile, and one that a
-        `DistributedDataParallel` waits for, as the last holder of the group, waits for ever. So the wrapper goes
-        first, and the group, which then waits for its threads without the lock, goes last.
-        """
-        assert self.model is not None
-        self.model_wrapped = self.model
-        self.accelerator.free_memory()
-        gc.collect()
-        super().end()
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         # The main process alone asks callbacks for their state, when it is too late to ask the others.

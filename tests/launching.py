@@ -23,8 +23,9 @@ def group_threads() -> list[str]:
 
 def leave_group() -> None:
     """
-    The end of a script that ran in several processes, with no reference to its models left: see
-    `FingerprintedTrainer.end` for why they go first.
+    The end of a script that ran in several processes, its models gone: see `GroupEndingTrainer.end`. What shards a
+    model can hold the group for longer; the last collective is a barrier therefore, with no tensors to let go of.
     """
+    dist.barrier()
     gc.collect()
     dist.destroy_process_group()
