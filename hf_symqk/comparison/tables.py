@@ -87,7 +87,7 @@ def _differences(comparison: Comparison) -> Report:
         columns.append(Column("p", [one.p for one in contrasts], _probability))
         columns.append(Column("p (Holm)", [one.p_corrected for one in contrasts], _probability))
         columns.append(
-            Column("smallest p", [None if one.p is None else one.p_smallest for one in contrasts], _probability)
+            Column("smallest p (Holm)", [None if one.p is None else one.p_smallest for one in contrasts], _probability)
         )
     columns.append(Column("verdict", [one.verdict for one in contrasts]))
     data = pd.DataFrame(
